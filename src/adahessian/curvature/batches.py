@@ -1,0 +1,60 @@
+"""A slice of a batch, whatever the batch is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
+    """The first part of a batch along its batch dimension.
+
+    Tensors inside tuples, named tuples, lists and mappings are sliced, at least one example each; everything else, and
+    tensors that have no such dimension, is passed on as it is.
+
+    Raises:
+        ValueError: If there is no tensor to slice, or the tensors disagree about the size of the batch.
+
+    Example:
+        >>> import torch
+        >>> slice_batch({"x": torch.zeros(8, 3), "y": torch.zeros(8)}, 0.25)["x"].shape
+        torch.Size([2, 3])
+    """
+    if fraction == 1:
+        return batch
+    sizes = {tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim}
+    if len(sizes) != 1:
+        found = f"tensors of {sorted(sizes)} examples" if sizes else "no tensor"
+        raise ValueError(
+            f"cannot take a slice of this batch: it holds {found} along dimension {dim}. Name the batch dimension with "
+            "batch_dim, or slice the batch yourself and set batch_fraction=1.0"
+        )
+    length = math.ceil(fraction * sizes.pop())
+    return _map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (tuple, list)):
+        for part in batch:
+            yield from _tensors(part)
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _tensors(part)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_tensors(function, part) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_map_tensors(function, part) for part in batch)
+    if isinstance(batch, Mapping):
+        # Not rebuilt in its own type: mappings of other libraries take other arguments.
+        return {key: _map_tensors(function, part) for key, part in batch.items()}
+    return batch

@@ -1,0 +1,48 @@
+"""What went wrong with a measurement, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+
+# (what torch says, the remedy); the first that is found counts.
+_REMEDIES = (
+    (
+        r"scaled_dot_product|_flash_attention|_efficient_attention",
+        "run the model under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due, or let "
+        "adahessian.Curvature measure, which does so by itself",
+    ),
+    (
+        r"cudnn_rnn|_cudnn_rnn",
+        "run the model under torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
+    ),
+    (
+        r"aot_autograd|torch\.compile",
+        "give the uncompiled model to adahessian.Curvature (a compiled model keeps it as model._orig_mod) and keep the "
+        "compiled one for the gradient",
+    ),
+    (
+        r"once_differentiable",
+        "write the backward of that torch.autograd.Function with differentiable operations, without the decorator "
+        "@once_differentiable",
+    ),
+    (
+        r"Trying to backward through the graph a second time|modified by an inplace operation",
+        "keep the graph until optimizer.step(): call backward(create_graph=optimizer.curvature_due) once a step, and "
+        "change neither parameters nor saved tensors in between",
+    ),
+)
+_OTHERWISE = "replace the operation by one that torch can differentiate twice, or freeze the parameters before it"
+
+
+class CurvatureError(RuntimeError):
+    """The curvature could not be measured; parameters and state are as they were."""
+
+
+def second_derivative_error(error: RuntimeError, suspects: list[str] | None = None) -> CurvatureError:
+    """Name the operation that has no second derivative, and the remedy."""
+    said = str(error).strip().splitlines()[0]
+    remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
+    named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", said)
+    operation = named.group(1) if named else " or ".join(suspects or [])
+    subject = f"{operation} cannot be differentiated twice" if operation else "the gradient could not be differentiated"
+    return CurvatureError(f"no curvature: {subject} (torch: {said}). Remedy: {remedy}.")

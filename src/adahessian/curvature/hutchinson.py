@@ -1,0 +1,74 @@
+"""Hutchinson's estimate of the Hessian diagonal.
+
+    diag(H) = E[z * (H z)],    z Rademacher,    H z = d(g . z) / d theta
+
+With a diagonal Hessian one probe is exact, since z * z = 1. Otherwise a probe's error at element i has the variance
+sum_{j != i} H_ij^2, and the mean over probes divides it by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adahessian.curvature.errors import second_derivative_error
+
+
+def hessian_vector_product(
+    gradients: Sequence[Tensor], parameters: Sequence[Tensor], vector: Sequence[Tensor], *, retain_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """``H z`` by differentiating ``g . z``; None for a parameter on which no gradient depends.
+
+    Raises:
+        CurvatureError: If an operation of the graph has no second derivative.
+    """
+    try:
+        return torch.autograd.grad(gradients, parameters, vector, retain_graph=retain_graph, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise second_derivative_error(error) from error
+
+
+def hessian_diagonal(
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    draw: Callable[[int], Sequence[Tensor]],
+    num_probes: int,
+) -> list[Tensor | None]:
+    """The mean of ``z * (H z)`` over the probes ``draw(0), ..., draw(num_probes - 1)``, signed, at least in float32.
+
+    Gradients carry their graph. A gradient that carries none is a constant: the loss is linear in that parameter, whose
+    curvature is 0. A parameter without a gradient took no part, and gets None.
+    The graph is freed with the last product.
+    """
+    curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
+    outputs = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+    diagonal = [
+        None if gradient is None else torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    ]
+    if not curved:
+        return diagonal
+    inputs = [parameters[i] for i in curved]
+    for probe in range(num_probes):
+        drawn = draw(probe)
+        signs = [drawn[i] for i in curved]
+        products = hessian_vector_product(outputs, inputs, signs, retain_graph=probe + 1 < num_probes)
+        for i, sign, product in zip(curved, signs, products, strict=True):
+            total = diagonal[i]
+            if product is not None and total is not None:
+                as_reals(total).addcmul_(as_reals(sign), as_reals(product), value=1 / num_probes)
+    return diagonal
+
+
+def as_reals(tensor: Tensor) -> Tensor:
+    """A complex tensor as two real ones, stacked in front; a real tensor as it is. Always a view."""
+    return torch.view_as_real(tensor).movedim(-1, 0) if tensor.is_complex() else tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that averages are kept in: never narrower than float32, whatever the parameter is."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,409 @@
+"""The optimizer that users hold: arguments, groups, state, step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from adahessian import state as states
+from adahessian.averaging import Averaging, Layout
+from adahessian.curvature.errors import CurvatureError
+from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal
+from adahessian.curvature.probes import ProbeKey, rademacher_like
+from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
+from adahessian.settings import Beta2Per, validate
+from adahessian.state import Group, State
+from adahessian.update import update_hessian_rms, update_parameters
+
+
+class AdaHessian(Optimizer):
+    r"""AdaHessian: Adam with the curvature of the loss in place of the squared gradient.
+
+    .. math::
+        D_t &= z \odot (H_t z), \quad z \text{ Rademacher} && \text{Hutchinson's diagonal} \\
+        D_t^{(s)} &= \text{mean of } |D_t| \text{ over each block} && \text{spatial averaging} \\
+        \bar D_t &= \sqrt{\frac{(1 - \beta_2) \sum_i \beta_2^{t-i} D_i^{(s)} D_i^{(s)}}{1 - \beta_2^t}}
+            && \text{Hessian momentum} \\
+        m_t &= \frac{(1 - \beta_1) \sum_i \beta_1^{t-i} g_i}{1 - \beta_1^t} && \text{gradient momentum} \\
+        \theta_t &= \theta_{t-1} - \eta \, \big( m_t / (\bar D_t^{\,k} + \epsilon) + \lambda \theta_{t-1} \big)
+            && \text{step, decoupled weight decay}
+
+    The defaults are Algorithm 1 of the paper, with the curvature measured at every step. The curvature comes in by one
+    of three ways, which give the same update:
+
+    1. :class:`adahessian.Curvature` measures it in a pass of its own, apart from the gradient (recommended);
+    2. ``loss.backward(create_graph=optimizer.curvature_due)``, then ``optimizer.step()``, which frees the graph;
+    3. ``optimizer.step(closure)``, the closure calling ``backward`` as in 2.
+
+    Every argument can be set per parameter group. One measurement serves all groups: it is due as soon as any group
+    wants one, and takes the largest ``num_probes``.
+
+    Args:
+        params: Parameters, named parameters or groups; :func:`adahessian.param_groups` makes groups of a model.
+        lr: Learning rate :math:`\eta`, a float or a tensor of one element.
+        betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the Hessian momentum.
+        eps: Added to the denominator. It is on the scale of the loss.
+        weight_decay: Decoupled weight decay :math:`\lambda`, as in AdamW.
+        hessian_power: Hessian power :math:`k`, from 0 (gradient descent with momentum) to 1.
+        block_size: Consecutive elements of a row that share one curvature; a row's last block may be shorter.
+        blocks: ``"kernel"`` averages over all dimensions after the second, ``"row"`` over ``block_size`` elements of a
+            row, ``"none"`` not at all; ``"auto"`` takes tensors of three and more dimensions for kernels, matrices for
+            rows. Vectors and scalars are never averaged.
+        averaging: ``"magnitude"`` averages :math:`|D|` over a block (the authors' code, to which the paper's learning
+            rates belong), ``"signed"`` averages :math:`D` (the paper's equation).
+        num_probes: Hessian-vector products a measurement, whose signed mean counts.
+        update_every: Steps from one measurement to the next.
+        warmup_steps: First steps that all measure, whatever ``update_every`` says.
+        beta2_per: Whether :math:`\beta_2` decays the Hessian momentum once a ``"measurement"`` or once a ``"step"``;
+            in the latter case a measurement after n steps decays it by :math:`\beta_2^n`.
+        seed: Seed of the probes. No random generator is read or advanced.
+        maximize: Maximize the objective instead of minimizing it.
+        foreach: Update lists of tensors at a time; None leaves it to the device.
+        capturable: Keep the step count on the device, so that a step can be captured in a CUDA graph.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = AdaHessian(model.parameters(), lr=0.15)
+        >>> loss = model(torch.ones(8, 3)).square().mean()
+        >>> loss.backward(create_graph=optimizer.curvature_due)
+        >>> optimizer.step()
+    """
+
+    # Trainers in timm's style ask this once and then call backward(create_graph=True) at every step.
+    is_second_order = True
+
+    # The newest measurement, averaged over blocks, until a step uses it; and what the user has been told.
+    _measurement: dict[Tensor, Tensor] | None
+    _overdue_warned: bool
+    _dropped_seen: int
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.15,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-4,
+        weight_decay: float = 0.0,
+        hessian_power: float = 1.0,
+        *,
+        block_size: int = 1,
+        blocks: Layout = "auto",
+        averaging: Averaging = "magnitude",
+        num_probes: int = 1,
+        update_every: int = 1,
+        warmup_steps: int = 0,
+        beta2_per: Beta2Per = "measurement",
+        seed: int = 0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "hessian_power": hessian_power,
+            "block_size": block_size,
+            "blocks": blocks,
+            "averaging": averaging,
+            "num_probes": num_probes,
+            "update_every": update_every,
+            "warmup_steps": warmup_steps,
+            "beta2_per": beta2_per,
+            "seed": seed,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            # Counts rather than settings, kept in the groups because every kind of checkpoint keeps those: steps taken,
+            # measurements used, and steps taken with the newest of them.
+            "steps": 0,
+            "measurements": 0,
+            "staleness": 0,
+        }
+        self._forget_transients()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. It is measured, with all others, at the next step.
+
+        Raises:
+            ValueError: If a setting of the group is out of its range.
+        """
+        if isinstance(param_group, dict):
+            validate({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    # The curvature comes in ------------------------------------------------------------------------------------------
+
+    @property
+    def curvature_due(self) -> bool:
+        """Whether the next step wants a measurement that it does not have yet."""
+        return self._measurement is None and any(map(is_due, self.param_groups))
+
+    @property
+    def num_probes(self) -> int:
+        """Hessian-vector products a measurement."""
+        return max(int(group["num_probes"]) for group in self.param_groups)
+
+    def measured_parameters(self) -> list[Tensor]:
+        """The parameters that a measurement is about: all that are not frozen, in the order of their groups."""
+        return [param for param, _, _ in self._parameters() if param.requires_grad]
+
+    def draw_probes(self, probe: int) -> list[Tensor]:
+        """A Rademacher vector of the measurement that is due, in the shapes of :meth:`measured_parameters`.
+
+        Args:
+            probe: Number of the probe, from 0 to ``num_probes - 1``.
+        """
+        return [
+            rademacher_like(param, ProbeKey(group["seed"], group["measurements"], position), probe)
+            for param, group, position in self._parameters()
+            if param.requires_grad
+        ]
+
+    def measure_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Measure the curvature by differentiating gradients once more; their graph is freed.
+
+        Args:
+            gradients: Gradients of :meth:`measured_parameters`, made with ``create_graph=True``; None for a parameter
+                that took no part in the loss.
+
+        Raises:
+            CurvatureError: If an operation cannot be differentiated twice.
+        """
+        params = self.measured_parameters()
+        diagonal = hessian_diagonal(gradients, params, self.draw_probes, self.num_probes)
+        self.feed_curvature({param: d for param, d in zip(params, diagonal, strict=True) if d is not None})
+
+    @torch.no_grad()
+    def feed_curvature(self, diagonal: Mapping[Tensor, Tensor]) -> None:
+        """Hand over a measured Hessian diagonal, for the next step to use.
+
+        Args:
+            diagonal: For each parameter the signed mean of ``z * (H z)``, in its shape. A parameter that took no part
+                in the loss is left out.
+
+        Raises:
+            ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
+        """
+        groups = {param: group for param, group, _ in self._parameters()}
+        for param, values in diagonal.items():
+            if param not in groups:
+                raise ValueError(
+                    f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
+                )
+            if values.shape != param.shape:
+                raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
+        self._measurement = {
+            param: states.blocks(param, groups[param]).average(
+                as_reals(values.to(accumulation_dtype(param.dtype))), groups[param]["averaging"]
+            )
+            for param, values in diagonal.items()
+        }
+
+    @property
+    def dropped_measurements(self) -> int:
+        """How many measurements of a parameter were not finite, and were dropped. Reading waits for the device."""
+        count = int(sum(state["dropped"].item() for state in self.state.values() if "dropped" in state))
+        if count > self._dropped_seen:
+            warnings.warn(
+                f"{count} curvature measurements of single parameters were infinite or NaN, and were dropped. If their "
+                "number keeps growing, lower lr, or look for overflow in low precision.",
+                stacklevel=2,
+            )
+        self._dropped_seen = count
+        return count
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step of Algorithm 1.
+
+        Gradients that carry their graph (``backward(create_graph=True)``) are differentiated once more if a measurement
+        is due. Their graph is let go in any case.
+
+        Args:
+            closure: Evaluates the model anew, with gradients enabled, calls ``backward`` and returns the loss.
+
+        Raises:
+            CurvatureError: If no curvature was ever measured, or an operation cannot be differentiated twice.
+            RuntimeError: If a gradient is sparse, or a state does not fit its parameter.
+        """
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        # Whatever can go wrong does so before anything is changed.
+        stepping = [(group, self._with_gradients(group)) for group in self.param_groups]
+        self._measure_from_graph()
+        stepping = [(group, params) for group, params in stepping if self._is_ready(group, params)]
+        for group, params in stepping:
+            self._step_group(group, params)
+        self._measurement = None
+        return loss
+
+    def _with_gradients(self, group: Group) -> list[Tensor]:
+        """The parameters of a group that take part in this step, with all their state made."""
+        params = [param for param in group["params"] if param.grad is not None]
+        for param in params:
+            if param.grad.is_sparse:
+                raise RuntimeError(
+                    "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters "
+                    "to another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
+                )
+        for param in params:
+            state = self.state[param]
+            if not state:
+                states.complete(state, param, group)
+            elif (problem := states.misfit(state, param, group)) is not None:
+                raise RuntimeError(problem)
+        return params
+
+    def _measure_from_graph(self) -> None:
+        """The classic loop's measurement, from gradients that carry their graph."""
+        params = self.measured_parameters()
+        with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
+        if with_graph and self.curvature_due:
+            self.measure_gradients([param.grad for param in params])
+        for param in with_graph:
+            # A gradient that keeps its graph keeps its parameter, which keeps its gradient: a cycle.
+            param.grad = param.grad.detach() if param.grad is not None else None
+
+    def _is_ready(self, group: Group, params: list[Tensor]) -> bool:
+        """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
+        if self._measurement is None and is_long_overdue(group) and not self._overdue_warned:
+            self._overdue_warned = True
+            warnings.warn(
+                f"the curvature is {group['staleness']} steps old but update_every is {group['update_every']}: call "
+                "curvature.measure(batch) before each step, or loss.backward(create_graph=optimizer.curvature_due)",
+                stacklevel=5,
+            )
+        if group["measurements"] or self._measurement is not None or not params:
+            return True
+        # Checkpoint libraries make the state of a fresh optimizer by a step like this.
+        if group["lr"] == 0 or not any(param.grad.any() for param in params if param.grad is not None):
+            return False
+        raise CurvatureError(
+            "no curvature has been measured yet, so AdaHessian cannot step. Before optimizer.step(), call "
+            "curvature.measure(batch), with curvature = adahessian.Curvature(model, loss_fn, optimizer), or replace "
+            "loss.backward() by loss.backward(create_graph=optimizer.curvature_due)."
+        )
+
+    def _step_group(self, group: Group, params: list[Tensor]) -> None:
+        count_step(group, measured=self._measurement is not None)
+        if not params:
+            return
+        of_params: list[State] = [self.state[param] for param in params]
+        beta1, beta2 = group["betas"]
+        steps = [state["step"] for state in of_params]
+        torch._foreach_add_(steps, 1)
+        for param, state in zip(params, of_params, strict=True):
+            if self._measurement is not None and param in self._measurement:
+                update_hessian_rms(
+                    state["hessian_rms"],
+                    state["hessian_age"],
+                    state["dropped"],
+                    self._measurement[param],
+                    state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
+                    beta2=beta2,
+                )
+        update_parameters(
+            [as_reals(param) for param in params],
+            [as_reals(param.grad) for param in params if param.grad is not None],
+            [as_reals(state["exp_avg"]) for state in of_params],
+            [state["hessian_rms"] for state in of_params],
+            steps,
+            [states.blocks(param, group) for param in params],
+            lr=group["lr"],
+            beta1=beta1,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            hessian_power=group["hessian_power"],
+            maximize=group["maximize"],
+            capturable=group["capturable"],
+            foreach=_use_foreach(group, params),
+        )
+
+    # The state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load the optimizer's state. Averages and counts keep their own dtype.
+
+        Raises:
+            ValueError: If a state does not fit its parameter; nothing is loaded then.
+        """
+        loaded: StateDict = {}
+
+        def check(_: Optimizer, incoming: StateDict) -> None:
+            for param, group, state in self._match(incoming):
+                if (problem := states.misfit(state, param, group)) is not None:
+                    raise ValueError(problem)
+            loaded.update(incoming)
+
+        # Registered last, so it sees what all other hooks have made of the state.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for param, _, state in self._match(loaded):
+            for key in states.KEEP_THEIR_DTYPE:
+                if key in state:
+                    self.state[param][key] = state[key].to(**states.own_dtype(param))
+
+    def _match(self, state_dict: StateDict) -> Iterator[tuple[Tensor, Group, State]]:
+        """Each parameter with the group and the state that a state dict has for it."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            for param, key in zip(group["params"], saved["params"], strict=False):
+                if key in state_dict["state"]:
+                    yield param, {**group, **saved}, state_dict["state"][key]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_transients()
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+        for param, group, _ in self._parameters():
+            if self.state.get(param):
+                states.complete(self.state[param], param, group)
+
+    def _forget_transients(self) -> None:
+        self._measurement = None
+        self._overdue_warned = False
+        self._dropped_seen = 0
+
+    def _parameters(self) -> Iterator[tuple[Tensor, Group, int]]:
+        """Each parameter with its group and its position among all of them, by which its probes are drawn."""
+        position = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield param, group, position
+                position += 1
+
+
+def _use_foreach(group: Group, params: list[Tensor]) -> bool:
+    """As torch's own optimizers decide: lists where launches cost, unless a tensor lr stands in the way."""
+    if group["foreach"] is not None:
+        return bool(group["foreach"])
+    if isinstance(group["lr"], Tensor) and not group["capturable"]:
+        return False
+    return all(param.device.type in ("cuda", "xpu") for param in params)

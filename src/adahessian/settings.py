@@ -1,0 +1,59 @@
+"""The settings of a parameter group, and what they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from adahessian.averaging import AVERAGINGS, LAYOUTS
+
+Beta2Per = Literal["measurement", "step"]
+
+
+def validate(settings: Mapping[str, Any]) -> None:
+    """Check every setting of a parameter group.
+
+    Raises:
+        ValueError: If one is out of its range; the message says which, what it was and what it may be.
+    """
+    _validate_lr(settings["lr"], foreach=settings["foreach"], capturable=settings["capturable"])
+    betas = settings["betas"]
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+        raise ValueError(f"Invalid betas: {betas!r}. They must be two floats, each at least 0 and below 1.")
+    for name in ("eps", "weight_decay"):
+        if not (_is_number(settings[name]) and 0 <= settings[name] < math.inf):
+            raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be a finite number, 0 or more.")
+    if not (_is_number(settings["hessian_power"]) and 0 <= settings["hessian_power"] <= 1):
+        raise ValueError(f"Invalid hessian_power value: {settings['hessian_power']!r}. It must be from 0 to 1.")
+    for name, least in (("block_size", 1), ("num_probes", 1), ("update_every", 1), ("warmup_steps", 0)):
+        if not (_is_integer(settings[name]) and settings[name] >= least):
+            raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be an integer, {least} or more.")
+    if not _is_integer(settings["seed"]):
+        raise ValueError(f"Invalid seed value: {settings['seed']!r}. It must be an integer.")
+    for name, choices in (("blocks", LAYOUTS), ("averaging", AVERAGINGS), ("beta2_per", get_args(Beta2Per))):
+        if settings[name] not in choices:
+            raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be one of {', '.join(choices)}.")
+
+
+def _validate_lr(lr: object, *, foreach: bool | None, capturable: bool) -> None:
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element, but has the shape {tuple(lr.shape)}.")
+        if foreach and not capturable:
+            raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
+    elif not _is_number(lr):
+        raise ValueError(f"Invalid learning rate: {lr!r}. It must be a float or a tensor of one element.")
+    if not lr >= 0:  # type: ignore[operator]
+        raise ValueError(f"Invalid learning rate: {lr}. It must be 0 or more.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

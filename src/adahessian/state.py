@@ -1,0 +1,70 @@
+"""The state of one parameter: what it holds, in which shapes and dtypes.
+
+step         steps taken, as in torch.optim.Adam
+exp_avg      gradient momentum, in the parameter's dtype
+hessian_rms  Hessian momentum D-bar, one value a block, never narrower than float32; infinite before the first
+             measurement
+hessian_age  how often hessian_rms has been decayed
+dropped      measurements that were not finite
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adahessian.averaging import Blocks, blocks_of
+from adahessian.curvature.hutchinson import accumulation_dtype
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+# Optimizer.load_state_dict would cast these to the parameter's dtype, which ruins them in bfloat16.
+KEEP_THEIR_DTYPE = ("hessian_rms", "hessian_age", "dropped")
+
+
+def blocks(param: Tensor, group: Group) -> Blocks:
+    """The blocks over which a parameter's curvature is averaged."""
+    return blocks_of(param.shape, group["blocks"], group["block_size"])
+
+
+def own_dtype(param: Tensor) -> dict[str, Any]:
+    """Dtype and device of the state that does not follow the parameter's dtype."""
+    return {"dtype": accumulation_dtype(param.dtype).to_real(), "device": param.device}
+
+
+def complete(state: State, param: Tensor, group: Group) -> None:
+    """Make what a state lacks: all of it at the first step, and new keys after loading an older checkpoint."""
+    # As in torch.optim.Adam, the step is on the host, where reading it is free, unless a graph is to be captured.
+    device = param.device if group["capturable"] else "cpu"
+    step = state.get("step", 0.0)
+    if not isinstance(step, Tensor):
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+    if "exp_avg" not in state:
+        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    if "hessian_rms" not in state:
+        state["hessian_rms"] = torch.full(_hessian_shape(param, group), math.inf, **own_dtype(param))
+        state["hessian_age"] = torch.zeros((), **own_dtype(param))
+    if "dropped" not in state:
+        state["dropped"] = torch.zeros((), **own_dtype(param))
+
+
+def misfit(state: State, param: Tensor, group: Group) -> str | None:
+    """What is wrong with the shapes of a state, if anything."""
+    for key, shape in (("exp_avg", tuple(param.shape)), ("hessian_rms", _hessian_shape(param, group))):
+        if key in state and tuple(state[key].shape) != shape:
+            return (
+                f"the state {key!r} of a parameter of shape {tuple(param.shape)} has the shape "
+                f"{tuple(state[key].shape)}, but needs {shape}. It belongs to another model or to other blocks: load a "
+                "checkpoint of this model, with its parameters in the same order, and leave block_size and blocks as "
+                "they were"
+            )
+    return None
+
+
+def _hessian_shape(param: Tensor, group: Group) -> tuple[int, ...]:
+    shape = blocks(param, group).block_shape
+    return (2, *shape) if param.is_complex() else shape
