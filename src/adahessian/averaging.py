@@ -70,7 +70,7 @@ class Blocks:
         return views
 
     def average(self, diagonal: Tensor, averaging: Averaging) -> Tensor:
-        """The mean of each block: of ``|D|`` (magnitude, as in the authors' code) or of ``D`` (signed, as in the paper)."""
+        """The mean of each block: of ``|D|`` (magnitude, the authors' code) or of ``D`` (signed, the paper)."""
         if averaging == "magnitude":
             diagonal = diagonal.abs()
         if self.kernel_dims:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from adahessian import state as states
 from adahessian.averaging import Averaging, Layout
 from adahessian.curvature.errors import CurvatureError
+from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal
 from adahessian.curvature.probes import ProbeKey, rademacher_like
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
@@ -129,6 +130,7 @@ class AdaHessian(Optimizer):
             "measurements": 0,
             "staleness": 0,
         }
+        validate(defaults)
         self._forget_transients()
         super().__init__(params, defaults)
 
@@ -254,6 +256,7 @@ class AdaHessian(Optimizer):
         # Whatever can go wrong does so before anything is changed.
         stepping = [(group, self._with_gradients(group)) for group in self.param_groups]
         self._measure_from_graph()
+        self._warn_if_overdue()
         stepping = [(group, params) for group, params in stepping if self._is_ready(group, params)]
         for group, params in stepping:
             self._step_group(group, params)
@@ -282,20 +285,25 @@ class AdaHessian(Optimizer):
         params = self.measured_parameters()
         with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
         if with_graph and self.curvature_due:
+            check_twice_differentiable([param.grad for param in with_graph if param.grad is not None])
             self.measure_gradients([param.grad for param in params])
         for param in with_graph:
             # A gradient that keeps its graph keeps its parameter, which keeps its gradient: a cycle.
             param.grad = param.grad.detach() if param.grad is not None else None
 
-    def _is_ready(self, group: Group, params: list[Tensor]) -> bool:
-        """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
-        if self._measurement is None and is_long_overdue(group) and not self._overdue_warned:
+    def _warn_if_overdue(self) -> None:
+        overdue = next(filter(is_long_overdue, self.param_groups), None)
+        if overdue is not None and self._measurement is None and not self._overdue_warned:
             self._overdue_warned = True
             warnings.warn(
-                f"the curvature is {group['staleness']} steps old but update_every is {group['update_every']}: call "
-                "curvature.measure(batch) before each step, or loss.backward(create_graph=optimizer.curvature_due)",
-                stacklevel=5,
+                f"the curvature is {overdue['staleness']} steps old but update_every is {overdue['update_every']}: "
+                "call curvature.measure(batch) before each step, or "
+                "loss.backward(create_graph=optimizer.curvature_due)",
+                stacklevel=5,  # past step and the two wrappers that torch puts around it
             )
+
+    def _is_ready(self, group: Group, params: list[Tensor]) -> bool:
+        """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
         if group["measurements"] or self._measurement is not None or not params:
             return True
         # Checkpoint libraries make the state of a fresh optimizer by a step like this.
@@ -381,7 +389,8 @@ class AdaHessian(Optimizer):
         self._forget_transients()
         for group in self.param_groups:
             for name, default in self.defaults.items():
-                group.setdefault(name, default)
+                if name != "differentiable":  # torch adds it to the defaults of every optimizer
+                    group.setdefault(name, default)
         for param, group, _ in self._parameters():
             if self.state.get(param):
                 states.complete(self.state[param], param, group)
@@ -392,12 +401,15 @@ class AdaHessian(Optimizer):
         self._dropped_seen = 0
 
     def _parameters(self) -> Iterator[tuple[Tensor, Group, int]]:
-        """Each parameter with its group and its position among all of them, by which its probes are drawn."""
+        """Each parameter with its group and its position among all of them, by which its probes are drawn.
+
+        A complex parameter takes two positions, as the pair of real ones that it stands for.
+        """
         position = 0
         for group in self.param_groups:
             for param in group["params"]:
                 yield param, group, position
-                position += 1
+                position += 2 if param.is_complex() else 1
 
 
 def _use_foreach(group: Group, params: list[Tensor]) -> bool:

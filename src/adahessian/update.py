@@ -32,12 +32,13 @@ def update_hessian_rms(
         w = \frac{1 - \beta_2^{a_t - a_{t-1}}}{1 - \beta_2^{a_t}}
 
     The age :math:`a` is how often the average has been decayed. It grows by one a measurement, or by the number of
-    steps that passed: feeding the newest value again at each of them comes to the same.
+    steps that passed: feeding the new value once for each of them would come to the same.
 
     A measurement that is not finite everywhere is dropped whole and counted. All of it happens on the device, by masks:
     nothing waits for the host. Before its first measurement a parameter's ``hessian_rms`` is infinite, which holds the
     parameter still.
     """
+    new_age = new_age.to(hessian_age)
     log_beta2 = math.log(beta2) if beta2 > 0 else -math.inf
     squared = estimate * estimate
     accepted = squared.isfinite().all()
@@ -78,14 +79,14 @@ def update_parameters(
     if isinstance(lr, Tensor):
         lr = lr.squeeze() if capturable else lr.item()
     update = _foreach_update if foreach else _plain_update
-    for same in _alike(params) if foreach else [slice(None)]:
+    for same in _alike(params) if foreach else [range(len(params))]:
         update(
-            params[same],
-            grads[same],
-            exp_avgs[same],
-            hessian_rms[same],
-            steps[same],
-            blocks[same],
+            [params[i] for i in same],
+            [grads[i] for i in same],
+            [exp_avgs[i] for i in same],
+            [hessian_rms[i] for i in same],
+            [steps[i] for i in same],
+            [blocks[i] for i in same],
             lr=lr,
             beta1=beta1,
             eps=eps,
@@ -172,8 +173,9 @@ def _foreach_update(
     torch._foreach_addcdiv_(thetas, ms, denominators, values)
 
 
-def _alike(params: list[Tensor]) -> list[slice]:
-    """Runs of tensors that share device and dtype, as the fast foreach kernels want them."""
-    kinds = [(param.device, param.dtype) for param in params]
-    starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
-    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(kinds)], strict=True)]
+def _alike(params: list[Tensor]) -> list[list[int]]:
+    """Positions of tensors that share device and dtype, as the fast foreach kernels want them."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, param in enumerate(params):
+        alike.setdefault((param.device, param.dtype), []).append(i)
+    return list(alike.values())

@@ -21,11 +21,6 @@ _REMEDIES = (
         "compiled one for the gradient",
     ),
     (
-        r"once_differentiable",
-        "write the backward of that torch.autograd.Function with differentiable operations, without the decorator "
-        "@once_differentiable",
-    ),
-    (
         r"Trying to backward through the graph a second time|modified by an inplace operation",
         "keep the graph until optimizer.step(): call backward(create_graph=optimizer.curvature_due) once a step, and "
         "change neither parameters nor saved tensors in between",
@@ -38,11 +33,10 @@ class CurvatureError(RuntimeError):
     """The curvature could not be measured; parameters and state are as they were."""
 
 
-def second_derivative_error(error: RuntimeError, suspects: list[str] | None = None) -> CurvatureError:
+def second_derivative_error(error: RuntimeError) -> CurvatureError:
     """Name the operation that has no second derivative, and the remedy."""
     said = str(error).strip().splitlines()[0]
     remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
     named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", said)
-    operation = named.group(1) if named else " or ".join(suspects or [])
-    subject = f"{operation} cannot be differentiated twice" if operation else "the gradient could not be differentiated"
+    subject = f"{named.group(1)} cannot be differentiated twice" if named else "the gradient cannot be differentiated"
     return CurvatureError(f"no curvature: {subject} (torch: {said}). Remedy: {remedy}.")

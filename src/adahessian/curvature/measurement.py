@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adahessian.curvature.batches import slice_batch
 from adahessian.curvature.errors import CurvatureError
+from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.isolation import untouched
 
 if TYPE_CHECKING:
@@ -88,20 +89,22 @@ class Curvature(Generic[Model]):
         # Fused attention has no second derivative; the math kernel has.
         with torch.enable_grad(), untouched(self.model), sdpa_kernel(SDPBackend.MATH):
             loss = self.loss_fn(self.model, part)
-            self._check(loss)
-            gradients = torch.autograd.grad(
-                loss, self.optimizer.measured_parameters(), create_graph=True, allow_unused=True
-            )
+            _check(loss)
+            params = self.optimizer.measured_parameters()
+            gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+            if all(gradient is None for gradient in gradients):
+                raise CurvatureError("the loss depends on none of the optimizer's parameters: is this its model?")
             self.optimizer.measure_gradients(gradients)
         return True
 
-    @staticmethod
-    def _check(loss: object) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise CurvatureError(f"loss_fn must return a real scalar, but returned {found}: reduce it with .mean()")
-        if not loss.requires_grad:
-            raise CurvatureError(
-                "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
-                ".detach() or .item(), and at least one parameter must require a gradient"
-            )
+
+def _check(loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CurvatureError(f"loss_fn must return a real scalar, but returned {found}: reduce it with .mean()")
+    if not loss.requires_grad:
+        raise CurvatureError(
+            "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
+            ".detach() or .item(), and at least one parameter must require a gradient"
+        )
+    check_twice_differentiable([loss])

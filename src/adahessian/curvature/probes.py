@@ -54,12 +54,13 @@ def rademacher(
 
 
 def rademacher_like(parameter: Tensor, key: ProbeKey, probe: int) -> Tensor:
-    """Signs in the shape, dtype and device of a parameter; a complex one gets a sign for each of its two parts."""
+    """Signs in the shape, dtype and device of a parameter; a complex one gets those of two real ones in a row."""
+    real_dtype = parameter.dtype.to_real()
+    real = rademacher(parameter.shape, key, probe, dtype=real_dtype, device=parameter.device)
     if not parameter.is_complex():
-        return rademacher(parameter.shape, key, probe, dtype=parameter.dtype, device=parameter.device)
-    dtype = parameter.dtype.to_real()
-    real, imaginary = rademacher((2, *parameter.shape), key, probe, dtype=dtype, device=parameter.device)
-    return torch.complex(real, imaginary)
+        return real
+    following = key._replace(parameter=key.parameter + 1)
+    return torch.complex(real, rademacher(parameter.shape, following, probe, dtype=real_dtype, device=parameter.device))
 
 
 def _start(key: ProbeKey, probe: int) -> int:

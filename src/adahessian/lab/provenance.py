@@ -1,13 +1,11 @@
-"""Where a number comes from: what every file of results says about itself."""
+"""Where a result comes from: what was run, with which versions, at which commit."""
 
 from __future__ import annotations
 
-import os
 import platform
-import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +14,37 @@ import torch
 import adahessian
 
 
-def provenance(*, seed: int | list[int]) -> dict[str, Any]:
-    """Commit, hardware, versions, seed and command of this run."""
+def provenance() -> dict[str, Any]:
+    """The command, the versions and, if the code is tracked by git, its commit."""
+    packages = ("matplotlib", "numpy", "scikit-learn")
     return {
-        "commit": _commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seed": seed,
-        "hardware": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit(),
         "versions": {
             "adahessian": adahessian.__version__,
-            "torch": torch.__version__,
             "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: version(name) for name in packages},
         },
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def _commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
+def commit() -> str | None:
+    """The commit of this code, with ``-dirty`` behind it if files were changed since; None outside a git checkout.
+
+    That the folder lies in a checkout is not enough: a virtual environment often does, and what is installed in it is
+    not what the checkout tracks.
+    """
+    this_file = Path(__file__)
+    if _git("ls-files", "--error-unmatch", this_file.name, folder=this_file.parent) is None:
+        return None
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*", folder=this_file.parent)
+
+
+def _git(*arguments: str, folder: Path) -> str | None:
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    return done.stdout.strip()

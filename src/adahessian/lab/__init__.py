@@ -1,0 +1,1 @@
+"""The laboratory: experiments with the library, behind the ``adahessian`` command. The library never imports it."""

@@ -1,0 +1,50 @@
+"""The ``adahessian`` command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+_EXTRA_PACKAGES = frozenset({"matplotlib", "numpy", "rich", "sklearn", "tyro"})
+
+
+class Command(Protocol):
+    """A subcommand: its settings are the fields of a dataclass, its help their documentation."""
+
+    def run(self) -> None:
+        """Do what the subcommand is for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the subcommand that the arguments name.
+
+    Args:
+        arguments: Arguments after the command's name; those of the process if None.
+    """
+    try:
+        command = _parse(arguments)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in _EXTRA_PACKAGES:
+            raise
+        print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
+        sys.exit(1)
+    command.run()
+
+
+def _parse(arguments: Sequence[str] | None) -> Command:
+    # Imported here, as they come with the extra, which the library itself does without.
+    import tyro
+
+    from adahessian.lab.demo import Demo
+
+    commands: dict[str, Callable[..., Command]] = {"demo": Demo}
+    parsed: Command = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
+    )
+    return parsed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Checkpoints: nothing is lost, and a resumed run is the run that was never stopped, bit by bit."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from adahessian import AdaHessian
+from cases import BATCH_NORM, MLP, flat_parameters, train
+
+SETTINGS = {"lr": 0.05, "block_size": 3, "update_every": 4, "warmup_steps": 2, "seed": 7, "weight_decay": 0.1}
+
+
+def through_a_file(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("steps_before", range(1, 8))
+@pytest.mark.parametrize("beta2_per", ["measurement", "step"])
+@pytest.mark.parametrize("way", ["object", "graph"])
+def test_resume_is_bit_exact_anywhere_in_the_interval(steps_before, beta2_per, way):
+    settings = {**SETTINGS, "beta2_per": beta2_per}
+    model, batch = BATCH_NORM.model(torch.float32), BATCH_NORM.batch(torch.float32)
+    optimizer = AdaHessian(model.parameters(), **settings)
+    train(BATCH_NORM, model, optimizer, batch, steps_before, way)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(BATCH_NORM, model, optimizer, batch, 6, way)
+
+    resumed = BATCH_NORM.model(torch.float32, seed=99)
+    other = AdaHessian(resumed.parameters())  # the file brings its own settings
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    train(BATCH_NORM, resumed, other, batch, 6, way)
+    assert torch.equal(flat_parameters(resumed), flat_parameters(model))
+    torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_deep_copies_and_pickles_go_on_alike(copy_of):
+    model, batch = MLP.model(torch.float32), MLP.batch(torch.float32)
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    train(MLP, model, optimizer, batch, 3, "object")
+    other_model, other = copy_of((model, optimizer))
+    train(MLP, model, optimizer, batch, 6, "object")
+    train(MLP, other_model, other, batch, 6, "object")
+    assert torch.equal(flat_parameters(model), flat_parameters(other_model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averages_and_counts_keep_their_dtype_in_low_precision(dtype):
+    param = nn.Parameter(torch.linspace(1, 2, 12).view(3, 4).to(dtype))
+    optimizer = AdaHessian([param], lr=1e-3, block_size=2)
+
+    def step(optimizer, param):
+        optimizer.zero_grad()
+        (param**4).sum().backward(create_graph=True)
+        optimizer.step()
+
+    for _ in range(300):  # more measurements than bfloat16 can count
+        step(optimizer, param)
+    state = optimizer.state[param]
+    assert state["exp_avg"].dtype == dtype
+    assert {state[key].dtype for key in ("step", "hessian_rms", "hessian_age", "dropped")} == {torch.float32}
+    assert state["hessian_age"] == 300
+
+    twin = nn.Parameter(param.detach().clone())
+    other = AdaHessian([twin])
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    for key, value in state.items():
+        assert other.state[twin][key].dtype == value.dtype, key
+        assert torch.equal(other.state[twin][key], value), key
+    for _ in range(3):
+        step(optimizer, param)
+        step(other, twin)
+    assert torch.equal(param, twin)
+
+
+def test_bfloat16_goes_where_float32_goes():
+    """As far as 8 bits can tell: single steps are not much larger than the spacing of the numbers."""
+    finals = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, batch = MLP.model(dtype), MLP.batch(dtype)
+        finals.append(-flat_parameters(model))
+        train(MLP, model, AdaHessian(model.parameters(), lr=0.01, eps=1e-2), batch, 20, "object")
+        finals[-1] += flat_parameters(model)
+    assert (finals[0] - finals[1]).norm() / finals[0].norm() < 0.2
+
+
+def test_hooks_that_change_what_is_loaded_are_heeded():
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = AdaHessian([param])
+    (param**2).sum().backward(create_graph=True)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def double(_, state_dict):
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["state"][0]["hessian_rms"] *= 2
+        return state_dict
+
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["hessian_rms"].eq(4).all()
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_keys_missing_in_an_older_file_are_filled_in():
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters(), lr=0.05)
+    train(MLP, model, optimizer, batch, 3, "object")
+    older = copy.deepcopy(optimizer.state_dict())
+    for group in older["param_groups"]:
+        for name in ("blocks", "beta2_per", "capturable", "foreach", "maximize", "warmup_steps"):
+            del group[name]
+    for state in older["state"].values():
+        del state["dropped"]
+        state["step"] = state["step"].item()
+    other = copy.deepcopy(model)
+    resumed = AdaHessian(other.parameters())
+    resumed.load_state_dict(older)
+    train(MLP, model, optimizer, batch, 3, "object")
+    train(MLP, other, resumed, batch, 3, "object")
+    assert torch.equal(flat_parameters(model), flat_parameters(other))
+
+
+def test_a_state_without_curvature_waits_for_its_measurement():
+    """As in a checkpoint of another AdaHessian, whose Hessian was left out."""
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters(), lr=0.05)
+    train(MLP, model, optimizer, batch, 3, "object")
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        del state["hessian_rms"], state["hessian_age"]
+    saved["param_groups"][0]["measurements"] = 0
+    optimizer.load_state_dict(saved)
+    assert optimizer.curvature_due
+    train(MLP, model, optimizer, batch, 1, "object")
+    assert all(state["hessian_rms"].isfinite().all() for state in optimizer.state.values())
+
+
+def test_names_of_parameters_are_kept():
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.named_parameters(), lr=0.05)
+    train(MLP, model, optimizer, batch, 1, "object")
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_state_takes_one_plus_one_over_b_times_four_bytes_a_parameter(block_size):
+    param = nn.Parameter(torch.randn(64, 128))
+    optimizer = AdaHessian([param], block_size=block_size)
+    (param**2).sum().backward(create_graph=True)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[param].values() if value.dim()]
+    assert sum(value.numel() * value.element_size() for value in tensors) == param.numel() * 4 * (1 + 1 / block_size)
+
+
+def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, batch = MLP.model(), MLP.batch()
+    before = flat_parameters(model)
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    get_optimizer_state_dict(model, optimizer)
+    assert torch.equal(flat_parameters(model), before)
+    assert optimizer.param_groups[0]["steps"] == 0
+    train(MLP, model, optimizer, batch, 3, "object")
+
+    resumed = MLP.model()
+    resumed.load_state_dict(model.state_dict())
+    other = AdaHessian(resumed.parameters())
+    set_optimizer_state_dict(resumed, other, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    train(MLP, model, optimizer, batch, 6, "object")
+    train(MLP, resumed, other, batch, 6, "object")
+    assert torch.equal(flat_parameters(model), flat_parameters(resumed))

@@ -1,0 +1,146 @@
+"""The appendix of the paper as tests.
+
+For alpha I <= H <= beta I, one step of size alpha^k / beta along H^-k g, D^-k g or block-averaged D^-k g lowers f by at
+least alpha^k / (2 beta^(1+k)) |g|^2.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from adahessian import AdaHessian
+from adahessian.averaging import blocks_of
+
+POWERS = [0.0, 0.25, 0.5, 1.0]
+
+
+class Quadratic:
+    """``w A w / 2`` with eigenvalues between alpha and beta, in a random basis."""
+
+    def __init__(self, seed: int, alpha: float = 0.5, beta: float = 20.0, size: int = 12) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        basis, _ = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+        values = torch.linspace(math.log(alpha), math.log(beta), size, dtype=torch.float64).exp()
+        self.matrix = basis @ values.diag() @ basis.T
+        self.alpha, self.beta = alpha, beta
+        self.start = torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def __call__(self, w: Tensor) -> Tensor:
+        return w @ self.matrix @ w / 2
+
+
+class LogisticRegression:
+    """Mean logistic loss with an L2 penalty: H = X' S X / n + penalty, with 0 <= S <= 1/4."""
+
+    def __init__(self, seed: int, penalty: float = 0.05, size: int = 12) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(40, size, generator=generator, dtype=torch.float64)
+        self.y = torch.randint(2, (40,), generator=generator, dtype=torch.float64) * 2 - 1
+        self.penalty = penalty
+        self.alpha = penalty
+        self.beta = torch.linalg.eigvalsh(self.x.T @ self.x / 40).max().item() / 4 + penalty
+        self.start = torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def __call__(self, w: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(-self.y * (self.x @ w)).mean() + self.penalty * w @ w / 2
+
+
+def direction(kind: str, hessian: Tensor, gradient: Tensor, power: float) -> Tensor:
+    if kind == "hessian":
+        values, basis = torch.linalg.eigh(hessian)
+        return basis @ (values**-power * (basis.T @ gradient))
+    diagonal = hessian.diag()
+    if kind == "block":
+        of = blocks_of(torch.Size([3, 4]), "row", 2)
+        average = of.average(diagonal.view(3, 4), "magnitude")
+        diagonal = average.repeat_interleave(2, dim=-1).flatten()
+    return diagonal**-power * gradient
+
+
+@pytest.mark.parametrize("problem", [Quadratic, LogisticRegression])
+@pytest.mark.parametrize("kind", ["hessian", "diagonal", "block"])
+@pytest.mark.parametrize("power", POWERS)
+def test_guaranteed_decrease(problem, kind, power):
+    for seed in range(20):
+        f = problem(seed)
+        hessian = torch.autograd.functional.hessian(f, f.start)
+        w = f.start.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(f(w), w)
+        step = f.alpha**power / f.beta * direction(kind, hessian, gradient, power)
+        promised = f.alpha**power / (2 * f.beta ** (1 + power)) * gradient.square().sum()
+        assert f(f.start) - f(f.start - step) >= promised * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("problem", [Quadratic, LogisticRegression])
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_the_optimizer_keeps_the_promise(problem, power, block_size):
+    """One step of the optimizer, fed the exact diagonal, is that step."""
+    for seed in range(10):
+        f = problem(seed)
+        param = f.start.view(3, 4).clone().requires_grad_()
+        hessian = torch.autograd.functional.hessian(f, f.start)
+        optimizer = AdaHessian(
+            [param], lr=f.alpha**power / f.beta, eps=0.0, hessian_power=power, block_size=block_size, betas=(0.9, 0.999)
+        )
+        loss = f(param.flatten())
+        loss.backward()
+        gradient = param.grad.flatten().clone()
+        optimizer.feed_curvature({param: hessian.diag().view(3, 4)})
+        optimizer.step()
+        expected = f.start - f.alpha**power / f.beta * direction(
+            "block" if block_size == 2 else "diagonal", hessian, gradient, power
+        )
+        torch.testing.assert_close(param.detach().flatten(), expected, rtol=1e-12, atol=1e-12)
+        promised = f.alpha**power / (2 * f.beta ** (1 + power)) * gradient.square().sum()
+        assert loss - f(param.flatten()) >= promised * (1 - 1e-12)
+
+
+def test_power_zero_is_gradient_descent():
+    f = Quadratic(0)
+    param = f.start.clone().requires_grad_()
+    plain = f.start.clone().requires_grad_()
+    optimizer = AdaHessian([param], lr=0.01, eps=0.0, hessian_power=0.0, betas=(0.0, 0.999))
+    descent = torch.optim.SGD([plain], lr=0.01)
+    for _ in range(10):
+        for w, o in ((param, optimizer), (plain, descent)):
+            o.zero_grad()
+            f(w).backward(create_graph=o is optimizer)
+            o.step()
+    torch.testing.assert_close(param, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_power_one_with_a_diagonal_hessian_is_newton():
+    scale = torch.tensor([10.0, 1.0, 3.0], dtype=torch.float64)
+    param = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64, requires_grad=True)
+    optimizer = AdaHessian([param], lr=1.0, eps=0.0)
+    (scale * param**2).sum().backward(create_graph=True)
+    optimizer.step()
+    torch.testing.assert_close(param, torch.zeros_like(param), rtol=0, atol=1e-15)
+
+
+def test_figure_1_of_the_paper_is_one_step():
+    """f(x, y) = 10 x^2 + y^2."""
+    param = torch.tensor([0.8, -1.7], requires_grad=True)
+    optimizer = AdaHessian([param], lr=1.0, eps=0.0)
+    (10 * param[0] ** 2 + param[1] ** 2).backward(create_graph=True)
+    optimizer.step()
+    assert param.abs().max() < 1e-6
+
+
+def test_degenerate_settings_are_adamw():
+    """Fed the gradient in place of the curvature, with blocks of one, Algorithm 1 is AdamW."""
+    torch.manual_seed(0)
+    ours = torch.randn(4, 5, dtype=torch.float64).requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    settings = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer, adamw = AdaHessian([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    for _ in range(100):
+        gradient = torch.randn(4, 5, dtype=torch.float64)
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        optimizer.feed_curvature({ours: gradient})
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,249 @@
+"""What torch asks of every optimizer, over the configurations that its own test machinery combines.
+
+``OptimizerInfo`` is how torch's suite describes an optimizer; the tests here are ours. Their loss is the one of that
+suite, a least-squares problem whose Hessian has rank one in each row: there one probe can cancel to a curvature of
+exactly zero, and eps is what remains. Hence the damping in every configuration.
+"""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.testing._internal.common_optimizers import (
+    OptimizerErrorEnum,
+    OptimizerInfo,
+    OptimizerInput,
+    _get_optim_inputs_including_global_cliquey_kwargs,
+    get_error_inputs_for_all_optims,
+)
+
+from adahessian import AdaHessian
+
+CPU = torch.device("cpu")
+
+
+def optimizer_inputs(device, dtype=None):
+    configurations = {
+        "default": {},
+        "lr": {"lr": 0.01},
+        "tensor lr": {"lr": torch.tensor(0.01)},
+        "weight decay": {"weight_decay": 0.1},
+        "maximize": {"weight_decay": 0.1, "maximize": True},
+        "power": {"hessian_power": 0.5},
+        "blocks": {"block_size": 2, "averaging": "signed"},
+        "probes": {"num_probes": 2},
+        "delay": {"update_every": 3, "warmup_steps": 2},
+        "delay, beta2 per step": {"update_every": 3, "beta2_per": "step"},
+        "capturable": {"capturable": True},
+    }
+    return [OptimizerInput(None, {"eps": 1.0, **kwargs}, desc) for desc, kwargs in configurations.items()]
+
+
+INFO = OptimizerInfo(
+    AdaHessian,
+    optim_inputs_func=optimizer_inputs,
+    supported_impls=("foreach",),
+    not_og_supported_flags=(),
+    has_capturable_arg=True,
+)
+
+
+def configurations():
+    found = []
+    for given in _get_optim_inputs_including_global_cliquey_kwargs(CPU, torch.float32, INFO):
+        for foreach in (False, True):
+            kwargs = {**given.kwargs, "foreach": foreach}
+            if not (foreach and isinstance(kwargs.get("lr"), torch.Tensor) and not kwargs.get("capturable")):
+                found.append(pytest.param(kwargs, id=f"{given.desc}-{foreach}"))
+    return found
+
+
+every_configuration = pytest.mark.parametrize("kwargs", configurations())
+
+
+class Problem:
+    """``|W x + b|^2``."""
+
+    def __init__(self, contiguous=True):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(10, 5, generator=generator)
+        self.weight = nn.Parameter(weight if contiguous else weight.t().contiguous().t())
+        self.bias = nn.Parameter(torch.randn(10, generator=generator))
+        self.input = torch.randn(5, generator=generator)
+
+    @property
+    def params(self):
+        return [self.weight, self.bias]
+
+    def loss(self):
+        return (self.weight.mv(self.input) + self.bias).pow(2).sum()
+
+    def step(self, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward(create_graph=optimizer.curvature_due)
+            return loss
+
+        return optimizer.step(closure)
+
+
+def values(problem):
+    return torch.cat([param.detach().flatten() for param in problem.params])
+
+
+@pytest.mark.parametrize("given", get_error_inputs_for_all_optims(CPU, torch.float32), ids=lambda given: str(given))
+def test_generic_errors(given):
+    assert given.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
+    construction = given.optimizer_error_input
+    with pytest.raises(given.error_type, match=given.error_regex):
+        AdaHessian(construction.params, **construction.kwargs)
+
+
+@every_configuration
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_steps_go_in_the_right_direction(kwargs, contiguous):
+    problem = Problem(contiguous)
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    before = problem.loss().item()
+    returned = [problem.step(optimizer).item() for _ in range(20)]
+    assert returned[0] == before
+    after = problem.loss().item()
+    assert after > before if kwargs.get("maximize") else after < before
+
+
+@every_configuration
+def test_state_dicts_are_deterministic(kwargs):
+    problem, twin = Problem(), Problem()
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    for _ in range(4):
+        problem.step(optimizer)
+    other = AdaHessian(twin.params, **copy.deepcopy(kwargs))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.weight.data.copy_(problem.weight)
+    twin.bias.data.copy_(problem.bias)
+    assert set(other.state_dict()["param_groups"][0]) == set(optimizer.state_dict()["param_groups"][0])
+    for _ in range(6):
+        problem.step(optimizer)
+        twin.step(other)
+        assert torch.equal(values(problem), values(twin))
+
+
+@every_configuration
+def test_every_value_of_the_state_is_a_tensor(kwargs):
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    problem.step(optimizer)
+    assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+
+
+@every_configuration
+def test_gradients_are_never_written_into(kwargs):
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    problem.step(optimizer)
+    for param in problem.params:
+        param.grad = torch.randn_like(param)
+    kept = [(param.grad, param.grad._version, param.grad.clone()) for param in problem.params]
+    optimizer.step()
+    for param, (grad, version, value) in zip(problem.params, kept, strict=True):
+        assert param.grad is grad
+        assert grad._version == version
+        assert torch.equal(grad, value)
+
+
+@every_configuration
+def test_copies_keep_all_public_attributes(kwargs):
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    problem.step(optimizer)
+    names = {name for name, _ in inspect.getmembers(optimizer) if not name.startswith("_")}
+    assert names == {name for name, _ in inspect.getmembers(copy.deepcopy(optimizer)) if not name.startswith("_")}
+
+
+@every_configuration
+def test_without_gradients_a_step_changes_nothing(kwargs):
+    problem = Problem()
+    before = values(problem)
+    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer.step()
+    assert torch.equal(values(problem), before)
+    assert not optimizer.state
+
+
+@every_configuration
+def test_with_zero_gradients_and_no_decay_a_step_moves_nothing(kwargs):
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, **{**copy.deepcopy(kwargs), "weight_decay": 0.0})
+    before = values(problem)
+    for _ in range(3):
+        for param in problem.params:
+            param.grad = torch.zeros_like(param)
+        optimizer.feed_curvature({param: torch.ones_like(param) for param in problem.params})
+        optimizer.step()
+    assert torch.equal(values(problem), before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: StepLR(o, step_size=5, gamma=0.9),
+        lambda o: ExponentialLR(o, gamma=0.9),
+        lambda o: CosineAnnealingLR(o, T_max=20),
+        lambda o: OneCycleLR(o, max_lr=0.15, total_steps=21),
+        ReduceLROnPlateau,
+    ],
+)
+def test_schedulers(make):
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, eps=1.0)
+    scheduler = make(optimizer)
+    before = problem.loss().item()
+    for _ in range(20):
+        loss = problem.step(optimizer)
+        scheduler.step(loss.detach()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    assert problem.loss().item() < before
+
+
+def test_hooks_run_in_order():
+    problem, calls = Problem(), []
+    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    problem.step(optimizer)
+    handle.remove()
+    problem.step(optimizer)
+    assert calls == ["before", "after", "before"]
+
+
+def test_the_closure_runs_with_gradients_enabled():
+    problem, seen = Problem(), []
+    optimizer = AdaHessian(problem.params, eps=1.0)
+
+    def closure():
+        seen.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = problem.loss()
+        loss.backward(create_graph=optimizer.curvature_due)
+        return loss
+
+    with torch.no_grad():
+        optimizer.step(closure)
+    assert seen == [True]
+
+
+def test_parameters_keep_their_identity():
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, eps=1.0)
+    before = [(id(param), param.data_ptr()) for param in problem.params]
+    problem.step(optimizer)
+    assert [(id(param), param.data_ptr()) for param in problem.params] == before
+
+
+def test_repr_names_the_settings():
+    text = repr(AdaHessian(Problem().params, block_size=4))
+    assert "block_size: 4" in text
+    assert "hessian_power: 1.0" in text
