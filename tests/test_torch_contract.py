@@ -95,7 +95,11 @@ def values(problem):
     return torch.cat([param.detach().flatten() for param in problem.params])
 
 
-@pytest.mark.parametrize("given", get_error_inputs_for_all_optims(CPU, torch.float32), ids=lambda given: str(given))
+@pytest.mark.parametrize(
+    "given",
+    get_error_inputs_for_all_optims(CPU, torch.float32),
+    ids=lambda given: given.optimizer_error_input.desc,
+)
 def test_generic_errors(given):
     assert given.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
     construction = given.optimizer_error_input

@@ -34,8 +34,8 @@ def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
         else:
             continue
         raise CurvatureError(
-            f"no curvature: {name} cannot be differentiated twice: its backward is marked @once_differentiable. Remedy: "
-            "write that backward with differentiable operations and remove the decorator, or freeze the parameters "
+            f"no curvature: {name} cannot be differentiated twice: its backward is marked @once_differentiable. "
+            "Remedy: write that backward with differentiable operations and remove the decorator, or freeze the parameters "
             "before it."
         )
 
