@@ -35,8 +35,8 @@ def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
             continue
         raise CurvatureError(
             f"no curvature: {name} cannot be differentiated twice: its backward is marked @once_differentiable. "
-            "Remedy: write that backward with differentiable operations and remove the decorator, or freeze the parameters "
-            "before it."
+            "Remedy: write that backward with differentiable operations, without the decorator, or freeze the "
+            "parameters before it."
         )
 
 

@@ -1,0 +1,126 @@
+"""The same on every accelerator that there is; without one there is nothing to run here."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from adahessian import AdaHessian, Curvature
+from adahessian.curvature.probes import ProbeKey, rademacher
+from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, flat_parameters, train
+
+ACCELERATORS = [torch.device("cuda")] if torch.cuda.is_available() else []
+on_accelerators = pytest.mark.parametrize("device", ACCELERATORS, ids=str)
+
+
+def to_device(batch, device):
+    return tuple(part.to(device) for part in batch)
+
+
+@on_accelerators
+def test_probes_are_those_of_the_host(device):
+    key = ProbeKey(3, 1, 4)
+    found = rademacher((100_003,), key, 2, dtype=torch.float32, device=device)
+    assert torch.equal(found.cpu(), rademacher((100_003,), key, 2, dtype=torch.float32, device=torch.device("cpu")))
+
+
+@on_accelerators
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION, BATCH_NORM, ATTENTION], ids=str)
+@pytest.mark.parametrize("way", ["object", "graph", "closure"])
+def test_the_run_is_that_of_the_host(device, case, way):
+    for settings in ({"block_size": 3}, {"foreach": False}, {"capturable": True}, {"update_every": 3}):
+        finals = []
+        for place in (torch.device("cpu"), device):
+            model, batch = case.model().to(place), to_device(case.batch(), place)
+            optimizer = AdaHessian(model.parameters(), lr=0.01, eps=1e-2, weight_decay=0.1, **settings)
+            train(case, model, optimizer, batch, 10, way)
+            finals.append(flat_parameters(model).cpu())
+        torch.testing.assert_close(*finals, rtol=1e-7, atol=1e-9)
+
+
+@on_accelerators
+def test_the_pass_leaves_the_random_stream_of_the_device(device):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)).to(device)
+    optimizer = AdaHessian(model.parameters())
+    before = torch.cuda.get_rng_state(device)
+    assert Curvature(model, lambda m, x: m(x).square().mean(), optimizer).measure(torch.randn(8, 4).to(device))
+    assert torch.equal(torch.cuda.get_rng_state(device), before)
+
+
+@on_accelerators
+@pytest.mark.parametrize("settings", [{}, {"capturable": True}, {"foreach": False}, {"block_size": 4}], ids=str)
+def test_neither_an_ordinary_step_nor_a_measurement_waits_for_the_device(device, settings):
+    param = nn.Parameter(torch.randn(8, 9, device=device))
+    optimizer = AdaHessian([param], update_every=3, **settings)
+    curvature = torch.rand_like(param)
+    param.grad = torch.randn_like(param)
+    optimizer.feed_curvature({param: curvature})
+    optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(7):
+            if step in (3, 6):
+                optimizer.feed_curvature({param: curvature * float("nan") if step == 3 else curvature})
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.warns(UserWarning, match="1 curvature measurements"):
+        assert optimizer.dropped_measurements == 1
+
+
+@on_accelerators
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_ordinary_step_replayed_as_a_graph(device, foreach):
+    torch.manual_seed(0)
+    start = torch.randn(16, 12, device=device)
+    gradients = [torch.randn_like(start) for _ in range(6)]
+    curvature = torch.rand_like(start) + 0.5
+
+    def prepared(capturable):
+        param = nn.Parameter(start.clone())
+        lr = torch.tensor(0.1, device=device) if capturable else 0.1
+        optimizer = AdaHessian([param], lr=lr, block_size=4, capturable=capturable, foreach=foreach, update_every=100)
+        param.grad = gradients[0].clone()
+        optimizer.feed_curvature({param: curvature})
+        optimizer.step()
+        return param, optimizer
+
+    expected, eager = prepared(capturable=False)
+    param, optimizer = prepared(capturable=True)
+    saved = copy.deepcopy((param.detach(), optimizer.state_dict()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    param.data.copy_(saved[0])
+    for key, value in saved[1]["state"][0].items():
+        optimizer.state[param][key].copy_(value)
+    for gradient in gradients[1:]:
+        expected.grad = gradient.clone()
+        eager.step()
+        param.grad.copy_(gradient)
+        graph.replay()
+    torch.testing.assert_close(param, expected)
+
+
+@on_accelerators
+def test_a_checkpoint_of_the_host_continues_on_the_device(device):
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters(), lr=0.01, update_every=3)
+    train(MLP, model, optimizer, batch, 5, "object")
+    other = copy.deepcopy(model).to(device)
+    resumed = AdaHessian(other.parameters())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(MLP, model, optimizer, batch, 5, "object")
+    train(MLP, other, resumed, to_device(batch, device), 5, "object")
+    torch.testing.assert_close(flat_parameters(other).cpu(), flat_parameters(model), rtol=1e-7, atol=1e-9)
+
+
+@on_accelerators
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(device, dtype):
+    model, batch = MLP.model(dtype).to(device), to_device(MLP.batch(dtype), device)
+    before = MLP.loss(model, batch).item()
+    train(MLP, model, AdaHessian(model.parameters(), lr=0.01, eps=1e-2), batch, 30, "object")
+    assert MLP.loss(model, batch).item() < before
