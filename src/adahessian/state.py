@@ -40,9 +40,10 @@ def complete(state: State, param: Tensor, group: Group) -> None:
     """Make what a state lacks: all of it at the first step, and new keys after loading an older checkpoint."""
     # As in torch.optim.Adam, the step is on the host, where reading it is free, unless a graph is to be captured.
     device = param.device if group["capturable"] else "cpu"
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor):
-        state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+        state["step"] = torch.full((), float(step), dtype=dtype, device=device)
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     if "hessian_rms" not in state:

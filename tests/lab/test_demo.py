@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 
 import pytest
@@ -14,8 +16,15 @@ def output(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(output):
-    Demo(seeds=2, epochs=1, walk_steps=5, output=output).run()
+def printed(output):
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        Demo(seeds=2, epochs=1, walk_steps=5, output=output).run()
+    return stdout.getvalue()
+
+
+@pytest.fixture
+def results(output, printed):
     return json.loads((output / "results.json").read_text())
 
 
@@ -25,6 +34,11 @@ def test_the_table_has_every_contender(results):
     assert table[0]["step_time_ratio"] == 1
     for row in table:
         assert len(row["test_accuracies"]) == len(row["train_losses"]) == 2
+
+
+def test_figure_3_has_every_pair_of_momenta(results):
+    pairs = {(walk["beta1"], walk["beta2"]) for walk in results["figure3"]["walks"]}
+    assert pairs == {(0.9, 0.999), (0.9, 0.0), (0.0, 0.999), (0.0, 0.0)}
 
 
 def test_the_plots_are_written(results, output):
@@ -44,12 +58,11 @@ def test_the_results_say_where_they_come_from(results, output):
     assert {"command", "commit", "seconds"} <= results.keys()
 
 
-def test_it_prints_each_run_and_each_contender(tmp_path, capsys):
-    Demo(seeds=1, epochs=1, walk_steps=1, output=tmp_path).run()
-    printed = capsys.readouterr().out
+def test_it_prints_each_run_each_contender_and_each_file(printed, output):
     for name in NAMES:
-        assert printed.count(name) >= 2
-    for part in ("1 of 1", "s left", "test", "figure 1", "figure 3", str(tmp_path / "digits.png")):
+        # Two runs in the log and one row in the table.
+        assert printed.count(name) >= 3
+    for part in ("run 2 of 2", "s left", "figure 1", "figure 3", *map(str, output.iterdir())):
         assert part in printed
 
 

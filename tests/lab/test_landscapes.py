@@ -9,7 +9,7 @@ STEPS = 300
 
 @pytest.fixture(scope="module")
 def walks():
-    return landscapes.compare_hessian_momentum(STEPS)
+    return landscapes.compare_hessian_momentum(steps=STEPS)
 
 
 def test_one_step_solves_the_quadratic():
@@ -33,7 +33,7 @@ def test_walks_cover_every_start_and_learning_rate(walks):
         assert torch.equal(walk.positions[0, 0], WAVY_STARTS)
 
 
-def test_hessian_momentum_helps_at_large_learning_rates(walks):
+def test_hessian_momentum_helps_at_large_learning_rates_with_the_usual_beta1(walks):
     with_momentum = walks[landscapes.WITH_HESSIAN_MOMENTUM].shares()
     without = walks[landscapes.WITHOUT_HESSIAN_MOMENTUM].shares()
     for lr, share, share_without in zip(WAVY_LRS, with_momentum, without, strict=True):
