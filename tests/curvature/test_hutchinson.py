@@ -90,7 +90,7 @@ def test_complex_matrices_have_the_blocks_of_their_parts():
 
 
 def test_the_oracle_itself_against_differences_of_gradients():
-    """Batch norm is where vmap over second derivatives goes wrong (torch 2.13, its weight's rows, by a third)."""
+    """Batch norm is where vmap over second derivatives goes wrong (torch 2.13, the rows of its weight)."""
     model, batch = BATCH_NORM.model(), BATCH_NORM.batch()
     derivatives = exact_derivatives(BATCH_NORM, model, batch)
     flat = np.concatenate([param.detach().numpy().ravel() for param in model.parameters()])
