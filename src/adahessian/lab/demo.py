@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from adahessian.lab import landscapes, plots
+from adahessian.lab import landscapes
 from adahessian.lab.contenders import CONTENDERS
 from adahessian.lab.digits import BATCH_SIZE, EPOCHS, Epoch, train, training_and_test_examples
-from adahessian.lab.landscapes import WAVY_LRS, WAVY_STARTS, WAVY_STEPS
+from adahessian.lab.landscapes import WAVY_BETA1S, WAVY_LRS, WAVY_STARTS, WAVY_STEPS
+from adahessian.lab.plots import plot_digits, plot_quadratic, plot_wavy
 from adahessian.lab.progress import RunsProgress
 from adahessian.lab.provenance import provenance
 from adahessian.lab.summary import digits_table, quadratic_table, summarize_digits, wavy_table
+from adahessian.lab.threads import one_thread
 
 _FILES = (DIGITS_PLOT, FIGURE1_PLOT, FIGURE3_PLOT, RESULTS) = (
     "digits.png",
@@ -54,7 +53,7 @@ class Demo:
         started = time.perf_counter()
         console = Console()
         self.output.mkdir(parents=True, exist_ok=True)
-        with _one_thread():
+        with one_thread():
             results = {
                 **provenance(),
                 "settings": {**asdict(self), "output": str(self.output)},
@@ -99,7 +98,7 @@ class Demo:
             "tiny, and other programs may have run meanwhile.\n",
             highlight=False,
         )
-        plots.plot_digits(runs, self._file(DIGITS_PLOT))
+        plot_digits(runs, self._file(DIGITS_PLOT))
         return {
             "table": [asdict(row) for row in rows],
             "searched_lrs": {contender.name: contender.searched_lrs for contender in CONTENDERS},
@@ -116,7 +115,7 @@ class Demo:
             "AdaHessian's first step is the same, but then the first gradient goes on pushing.\n",
             highlight=False,
         )
-        plots.plot_quadratic(paths, self._file(FIGURE1_PLOT))
+        plot_quadratic(paths, self._file(FIGURE1_PLOT))
         return {name: path.tolist() for name, path in paths.items()}
 
     def _walk_wavy(self, console: Console) -> dict[str, Any]:
@@ -130,46 +129,48 @@ class Demo:
             disable=not console.is_terminal,
         )
         with bar:
-            task = bar.add_task("", total=self.walk_steps)
-            walks = landscapes.compare_hessian_momentum(self.walk_steps, on_step=lambda: bar.advance(task))
-        best_with, best_without = (
-            max(walks[beta2].shares())
-            for beta2 in (landscapes.WITH_HESSIAN_MOMENTUM, landscapes.WITHOUT_HESSIAN_MOMENTUM)
-        )
-        console.print(wavy_table(walks))
+            task = bar.add_task("", total=len(WAVY_BETA1S) * self.walk_steps)
+            walks = {
+                beta1: landscapes.compare_hessian_momentum(
+                    beta1, steps=self.walk_steps, on_step=lambda: bar.advance(task)
+                )
+                for beta1 in WAVY_BETA1S
+            }
+        for beta1, of_beta1 in walks.items():
+            console.print(wavy_table(beta1, of_beta1))
         console.print(
             f"f(x) = x² + 0.1 x sin(20πx), {len(WAVY_STARTS)} starts between 0 and 1 (f is even), {self.walk_steps} "
             "steps. The paper shows one walk, 7 steps with Hessian momentum and no convergence without. It gives "
-            "neither the start nor the learning rate, and both decide the outcome: so here are many. Where the "
-            "learning rate is small, a start stays in its own valley, with or without. Each at its best learning "
-            f"rate, {best_with:.0%} of the starts reach the lowest minimum with Hessian momentum and "
-            f"{best_without:.0%} without. The walks are chaotic: another version of torch may move a few starts.\n",
+            "neither the start nor the learning rate nor beta1, and all decide the outcome: so here are many. Where "
+            "the learning rate is small, a start mostly stays in its own valley, with or without. The walks are "
+            "chaotic: another version of torch may move a few starts.",
             highlight=False,
         )
-        plots.plot_wavy(walks, self._file(FIGURE3_PLOT))
+        for beta1, of_beta1 in walks.items():
+            best_with = max(of_beta1[landscapes.WITH_HESSIAN_MOMENTUM].shares())
+            best_without = max(of_beta1[landscapes.WITHOUT_HESSIAN_MOMENTUM].shares())
+            console.print(
+                f"Each at its best learning rate, beta1 = {beta1:g}: {best_with:.0%} of the starts arrive with Hessian "
+                f"momentum, {best_without:.0%} without.",
+                highlight=False,
+            )
+        console.print()
+        plot_wavy(walks, self._file(FIGURE3_PLOT))
         return {
             "starts": WAVY_STARTS.tolist(),
             "lrs": WAVY_LRS,
-            "by_beta2": {
-                str(beta2): {
+            "walks": [
+                {
+                    "beta1": beta1,
+                    "beta2": beta2,
                     "shares": walk.shares(),
                     "median_arrival_steps": walk.median_arrival_steps(),
                     "final_positions": walk.positions[:, -1].tolist(),
                 }
-                for beta2, walk in walks.items()
-            },
+                for beta1, of_beta1 in walks.items()
+                for beta2, walk in of_beta1.items()
+            ],
         }
 
     def _file(self, name: str) -> Path:
         return self.output / name
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one core: on networks this small more only get in each other's way, and sums keep their order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

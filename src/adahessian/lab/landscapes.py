@@ -117,12 +117,14 @@ def solve_quadratic() -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- figure 3
 
 
-# Whether the Hessian has momentum is the question of the figure; the gradient has its usual one in both cases.
+# Whether the Hessian has momentum is the question of the figure.
 WITH_HESSIAN_MOMENTUM = 0.999
 WITHOUT_HESSIAN_MOMENTUM = 0.0
-BETA1 = 0.9
 
-# The paper gives neither the start nor the learning rate. The function is even, so these starts stand for [-1, 1].
+# The paper gives neither the start nor the learning rate nor the momentum of the gradient, and all of them decide the
+# outcome. The function is even, so these starts stand for [-1, 1].
+USUAL_BETA1 = 0.9
+WAVY_BETA1S = (USUAL_BETA1, 0.0)
 WAVY_STARTS = torch.arange(0.005, 1.0, 0.01, dtype=torch.float64)
 WAVY_LRS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 WAVY_STEPS = 1000
@@ -182,11 +184,6 @@ class WavyWalks:
         """For each learning rate the share of starts that arrived."""
         return self.arrived.double().mean(dim=1).tolist()
 
-    def best_lr(self) -> int:
-        """Which learning rate the most starts arrive at."""
-        shares = self.shares()
-        return shares.index(max(shares))
-
     def median_arrival_steps(self) -> list[float | None]:
         """For each learning rate the median of the steps to arrive, over those that did; None if none did."""
         return [
@@ -199,7 +196,7 @@ class WavyWalks:
 
 
 def compare_hessian_momentum(
-    steps: int = WAVY_STEPS, on_step: Callable[[], object] = lambda: None
+    beta1: float = USUAL_BETA1, *, steps: int = WAVY_STEPS, on_step: Callable[[], object] = lambda: None
 ) -> dict[float, WavyWalks]:
     r"""Walk on :func:`wavy` with and without Hessian momentum, from a grid of starts at a grid of learning rates.
 
@@ -207,6 +204,7 @@ def compare_hessian_momentum(
     parameter holds all starts.
 
     Args:
+        beta1: Momentum of the gradient.
         steps: How many steps to take.
         on_step: Called after each step.
 
@@ -217,7 +215,7 @@ def compare_hessian_momentum(
     settings = [(beta2, lr) for beta2 in beta2s for lr in WAVY_LRS]
     walkers = Walkers(wavy, [WAVY_STARTS] * len(settings))
     optimizer = adahessian.AdaHessian(
-        {"params": [group], "lr": lr, "betas": (BETA1, beta2)}
+        {"params": [group], "lr": lr, "betas": (beta1, beta2)}
         for group, (beta2, lr) in zip(walkers.groups, settings, strict=True)
     )
     positions = walk(walkers, optimizer, steps, on_step)

@@ -13,6 +13,7 @@ from sklearn.model_selection import StratifiedKFold
 
 from adahessian.lab.contenders import CONTENDERS, Contender
 from adahessian.lab.digits import EPOCHS, train, training_and_test_examples
+from adahessian.lab.threads import one_thread
 
 FOLDS = 5
 # Far from the seeds of the demo, 0 and up, so that no run there repeats one of these.
@@ -42,16 +43,13 @@ def cross_validate(contender: Contender, lr: float) -> tuple[float, float]:
 
 def main() -> None:
     """Print the accuracy in cross-validation for each contender and learning rate, and which was best."""
-    torch.set_num_threads(1)
-    for contender in CONTENDERS:
-        accuracies = {}
-        for lr in contender.searched_lrs:
-            accuracies[lr], train_loss = cross_validate(contender, lr)
-            print(
-                f"{contender.name:24} lr {lr:<7g} accuracy {accuracies[lr]:7.2%}  training loss {train_loss:.4f}",
-                flush=True,
-            )
-        print(f"{contender.name:24} {max(accuracies, key=accuracies.__getitem__):<7g} is best")
+    with one_thread():
+        for contender in CONTENDERS:
+            accuracies = {}
+            for lr in contender.searched_lrs:
+                accuracies[lr], train_loss = cross_validate(contender, lr)
+                print(f"{contender.name:24} lr {lr:<7g} accuracy {accuracies[lr]:7.2%}  training loss {train_loss:.4f}")
+            print(f"{contender.name:24} lr {max(accuracies, key=accuracies.__getitem__):<7g} is best", flush=True)
 
 
 if __name__ == "__main__":

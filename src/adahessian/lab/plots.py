@@ -120,20 +120,20 @@ def plot_quadratic(paths: Mapping[str, torch.Tensor], path: Path) -> None:
         figure.savefig(path, dpi=DPI)
 
 
-def plot_wavy(walks: Mapping[float, WavyWalks], path: Path) -> None:
+def plot_wavy(walks: Mapping[float, Mapping[float, WavyWalks]], path: Path) -> None:
     """Draw figure 3: the walks of one start, how many starts arrive at each learning rate, and where every start ends.
 
     Args:
-        walks: The walks, by their Hessian momentum.
+        walks: The walks, by the momentum of the gradient, then by that of the Hessian.
         path: The file to write.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(13, 9), layout="constrained")
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 0.95), hspace=0.04).flat
         one_start, shares = upper.subplots(1, 2, width_ratios=(1.35, 1))
-        _draw_one_start(one_start, walks)
+        _draw_one_start(one_start, walks[landscapes.USUAL_BETA1])
         _draw_shares(shares, walks)
-        _draw_maps(lower, walks)
+        _draw_maps(lower, walks[landscapes.USUAL_BETA1])
         figure.savefig(path, dpi=DPI)
 
 
@@ -158,7 +158,10 @@ def _draw_one_start(axes: Axes, walks: Mapping[float, WavyWalks]) -> None:
     axes.plot(start, landscapes.wavy(start), "o", color="black", markersize=8, label="start", zorder=4)
     axes.plot([], [], "o", color="white", markersize=9, markeredgecolor="black", label="end")
     arrived, others = walks[_WITH].arrived[_SHOWN_LR], walks[_WITHOUT].arrived[_SHOWN_LR]
-    axes.set_title(f"$x^2 + 0.1\\,x\\,\\sin(20\\pi x)$, one start at learning rate {WAVY_LRS[_SHOWN_LR]:g}")
+    axes.set_title(
+        "$x^2 + 0.1\\,x\\,\\sin(20\\pi x)$, "
+        rf"one start at lr {WAVY_LRS[_SHOWN_LR]:g}, $\beta_1$ = {landscapes.USUAL_BETA1:g}"
+    )
     axes.set_xlabel(
         f"x\nOf {len(WAVY_STARTS)} starts at this learning rate {int((arrived & ~others).sum())} reach the lowest "
         f"minimum only with Hessian momentum,\n{int((others & ~arrived).sum())} only without, "
@@ -168,9 +171,13 @@ def _draw_one_start(axes: Axes, walks: Mapping[float, WavyWalks]) -> None:
     axes.legend(loc="upper center")
 
 
-def _draw_shares(axes: Axes, walks: Mapping[float, WavyWalks]) -> None:
-    for beta2, (colour, marker, label) in _WAVY_STYLES.items():
-        axes.plot(WAVY_LRS, 100 * np.array(walks[beta2].shares()), f"{marker}-", color=colour, label=label)
+def _draw_shares(axes: Axes, walks: Mapping[float, Mapping[float, WavyWalks]]) -> None:
+    for beta1, line in zip(walks, ("-", "--"), strict=True):
+        for beta2, (colour, marker, label) in _WAVY_STYLES.items():
+            shares = 100 * np.array(walks[beta1][beta2].shares())
+            axes.plot(
+                WAVY_LRS, shares, marker + line, color=colour, label=rf"{label}, $\beta_1$ = {beta1:g}", markersize=5
+            )
     axes.set_xscale("log")
     axes.set_xticks(WAVY_LRS, [f"{lr:g}" for lr in WAVY_LRS])
     axes.minorticks_off()
@@ -192,13 +199,13 @@ def _draw_maps(figure: SubFigure, walks: Mapping[float, WavyWalks]) -> None:
             norm=LogNorm(lowest_shown, highest_shown),
             cmap="viridis_r",
         )
-        axes.set(title=f"Where every start ends {label}", xlabel="start")
+        axes.set(title=rf"Where every start ends {label}, $\beta_1$ = {landscapes.USUAL_BETA1:g}", xlabel="start")
         axes.grid(visible=False)
     maps[0].set_yticks(np.arange(len(WAVY_LRS)) + 0.5, [f"{lr:g}" for lr in WAVY_LRS])
     maps[0].set_ylabel("learning rate")
     figure.colorbar(image, ax=list(maps), extend="both", pad=0.015, label="final height above the lowest minimum")
     figure.supxlabel(
-        "Start and learning rate are varied because the paper gives neither. The function is even: starts from -1 to 0 "
-        "mirror these.",
+        r"Start, learning rate and $\beta_1$ are varied because the paper gives none of them. The function is even: "
+        "starts from -1 to 0 mirror these.",
         fontsize=10,
     )

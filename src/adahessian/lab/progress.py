@@ -32,7 +32,7 @@ class RunsProgress:
         self._width = max(map(len, names))
         self._bars = Progress(
             TextColumn(f"{{task.description:<{self._width}}}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=12),
             TextColumn("{task.fields[status]}"),
             console=console,
             disable=not console.is_terminal,
@@ -59,10 +59,7 @@ class RunsProgress:
             epoch: What is known after it.
         """
         self._epochs_done += 1
-        status = (
-            f"run {run} of {self._seeds}  loss {epoch.train_loss:6.4f}  accuracy {epoch.accuracy:6.2%}  "
-            f"{1000 * epoch.train_seconds / epoch.steps:5.1f} ms a step"
-        )
+        status = f"run {run} of {self._seeds}  loss {epoch.train_loss:6.4f}  accuracy {epoch.accuracy:7.2%}"
         time_left = f"about {self._seconds_left():.0f} s left"
         self._bars.update(self._lines[name], advance=1, status=status)
         self._bars.update(self._all, advance=1, status=time_left)

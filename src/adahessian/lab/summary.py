@@ -85,9 +85,10 @@ def quadratic_table(paths: Mapping[str, Tensor]) -> Table:
     return table
 
 
-def wavy_table(walks: Mapping[float, WavyWalks]) -> Table:
-    """What became of the starts of figure 3 at each learning rate."""
-    table = Table(title="Figure 3: starts that reach the lowest minimum and stay", title_justify="left")
+def wavy_table(beta1: float, walks: Mapping[float, WavyWalks]) -> Table:
+    """What became of the starts of figure 3 at each learning rate, for one momentum of the gradient."""
+    title = f"Figure 3, beta1 = {beta1:g}: starts that end in a lowest minimum"
+    table = Table(title=title, title_justify="left")
     table.add_column("lr", justify="right")
     columns = []
     for beta2, walk in walks.items():
