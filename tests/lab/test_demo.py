@@ -54,8 +54,9 @@ def test_the_plots_are_written(results, output):
 
 def test_the_results_say_where_they_come_from(results, output):
     assert results["settings"] == {"seeds": 2, "epochs": 1, "walk_steps": 5, "output": str(output)}
-    assert {"adahessian", "torch", "python"} <= results["versions"].keys()
-    assert {"command", "commit", "seconds"} <= results.keys()
+    assert {"command", "commit", "date", "seed", "hardware", "versions"} == results["provenance"].keys()
+    assert results["provenance"]["seed"] == [0, 1]
+    assert results["seconds"] > 0
 
 
 def test_it_prints_each_run_each_contender_and_each_file(printed, output):

@@ -54,8 +54,8 @@ class Demo:
         console = Console()
         self.output.mkdir(parents=True, exist_ok=True)
         with one_thread():
-            results = {
-                **provenance(),
+            results: dict[str, Any] = {
+                "provenance": provenance(seed=list(range(self.seeds))),
                 "settings": {**asdict(self), "output": str(self.output)},
                 "digits": self._learn_digits(console),
                 "figure1": self._walk_quadratic(console),

@@ -1,11 +1,13 @@
-"""Where a result comes from: what was run, with which versions, at which commit."""
+"""Where a result comes from: what every file of results says about itself."""
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
 import subprocess
 import sys
-from importlib.metadata import version
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,24 @@ import torch
 import adahessian
 
 
-def provenance() -> dict[str, Any]:
-    """The command, the versions and, if the code is tracked by git, its commit."""
-    packages = ("matplotlib", "numpy", "scikit-learn")
+def provenance(*, seed: int | list[int]) -> dict[str, Any]:
+    """Command, commit, date, seed, hardware and versions of this run."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seed": seed,
+        "hardware": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
         "versions": {
             "adahessian": adahessian.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **{name: version(name) for name in packages},
         },
-        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
@@ -48,3 +55,12 @@ def _git(*arguments: str, folder: Path) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
