@@ -47,13 +47,16 @@ def gpt(layers: int, width: int, vocabulary: int, context: int) -> Shapes:
 
 
 MODELS: dict[str, tuple[Shapes, int]] = {
-    "resnet20 (0.27M)": (resnet20(), 200),
+    "resnet20 (0.27M)": (resnet20(), 100),
+    "300 matrices of 16 x 16": ([(16, 16)] * 300, 30),
+    "200 matrices of 64 x 63": ([(64, 63)] * 200, 30),
     "gpt 6x512 (45M)": (gpt(6, 512, 50257, 256), 5),
     "gpt2 (124M)": (gpt(12, 768, 50257, 1024), 2),
 }
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "block 1": {},
+    "block 8": {"block_size": 8},
     "block 32": {"block_size": 32},
     "block 32, power 1/2": {"block_size": 32, "hessian_power": 0.5},
 }
@@ -110,7 +113,7 @@ def main() -> None:
     """Print the table and write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("results/update-cost-cpu.json"))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)

@@ -1,10 +1,12 @@
 """The optimizer against an independent float64 reference of Algorithm 1, step by step, by all three ways in."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import reference
 from adahessian import AdaHessian
@@ -15,6 +17,7 @@ STEPS = 50
 
 SETTINGS: list[tuple[Case, dict[str, Any]]] = [
     (MLP, {}),
+    (MLP, {"lr": 0.15, "eps": 1e-4, "num_probes": 8}),
     (MLP, {"block_size": 2}),
     (MLP, {"block_size": 3}),
     (MLP, {"block_size": 5}),
@@ -111,3 +114,37 @@ def test_mixed_dtypes_in_one_foreach_group() -> None:
             optimizer.step()
         finals.append([param.detach() for param in params])
     assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
+
+
+def test_a_parameter_that_joins_late_has_its_own_bias_correction() -> None:
+    finals = []
+    for settings in ({"foreach": False}, {"foreach": True}, {"foreach": True, "capturable": True}):
+        torch.manual_seed(0)
+        params = [torch.randn(4, 7, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        optimizer = AdaHessian(params, block_size=3, **settings)
+        for step in range(4):
+            optimizer.zero_grad()
+            sum((param**4).sum() for param in params[: 1 + step // 2]).backward(create_graph=True)
+            optimizer.step()
+        finals.append(torch.cat([param.detach() for param in params]))
+    torch.testing.assert_close(finals[1], finals[0], rtol=0, atol=0)
+    torch.testing.assert_close(finals[2], finals[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_tensor_lr_of_one_element_moves_scalars(foreach):
+    param = nn.Parameter(torch.tensor(1.0))
+    optimizer = AdaHessian([param], lr=torch.tensor([0.5]), eps=0.0, capturable=True, foreach=foreach)
+    param.square().backward(create_graph=True)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.tensor(0.5))
+
+
+def test_a_beta2_close_to_one_keeps_its_digits_in_float32():
+    param = nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([param], betas=(0.9, 1 - 1e-8))
+    for value in (1.0, 3.0):
+        param.grad = torch.ones(2)
+        optimizer.feed_curvature({param: torch.full((2,), value)})
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[param]["hessian_rms"], torch.full((2,), math.sqrt(5)))

@@ -5,6 +5,7 @@ import gc
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,9 @@ def quadratic_step(optimizer, *params, power=2):
         ("blocks", ["rows", None, 3]),
         ("averaging", ["mean", None]),
         ("beta2_per", ["epoch", None]),
+        ("maximize", ["yes", None]),
+        ("foreach", ["yes", 1]),
+        ("capturable", ["yes", 0]),
     ],
 )
 def test_wrong_settings_are_refused_by_name(name, values):
@@ -121,6 +125,8 @@ def test_sparse_gradients_are_refused():
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*SparseAdam"):
         optimizer.step()
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*SparseAdam"):
+        Curvature(embedding, lambda model, x: model(x).square().sum(), optimizer).measure(torch.tensor([1, 2]))
     assert torch.equal(embedding.weight, before)
     assert not optimizer.state
 
@@ -160,7 +166,7 @@ def test_blocks_that_change_under_way_are_refused_before_the_step():
     quadratic_step(optimizer, param)
     before = param.detach().clone()
     optimizer.param_groups[0]["block_size"] = 3
-    with pytest.raises(RuntimeError, match=re.escape("has the shape (4, 3), but needs (4, 2)")):
+    with pytest.raises(RuntimeError, match=re.escape("has the shape (4, 3, 1), but needs (4, 2, 1)")):
         quadratic_step(optimizer, param)
     assert torch.equal(param, before)
 
@@ -281,13 +287,15 @@ def test_a_loss_linear_in_everything_is_measured_as_flat():
 
 
 def test_shared_parameters_count_once():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    optimizer = AdaHessian(model.parameters())
-    x = torch.randn(8, 4)
-    model(x).square().mean().backward(create_graph=True)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
+    model[1].weight = model[0].weight
+    optimizer = AdaHessian(model.parameters(), lr=0.5, eps=0.0)
+    weight = model[0].weight.detach().clone()
+    model(torch.ones(1, 1, dtype=torch.float64)).square().sum().backward(create_graph=True)  # w^4
     optimizer.step()
     assert len(optimizer.state) == 1
+    torch.testing.assert_close(optimizer.state[model[0].weight]["hessian_rms"], 12 * weight**2)
+    torch.testing.assert_close(model[0].weight.detach(), weight - 0.5 * weight / 3)
 
 
 def test_frozen_and_thawed_parameters():
@@ -373,3 +381,142 @@ def test_no_synchronisation_is_asked_for_in_an_ordinary_step(monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, reader, guarded)
     optimizer.step()
+
+
+def test_a_gradient_that_depends_on_foreign_parameters_only_is_flat():
+    """Two optimizers on one model: d(a w)/da = w carries a graph, but none of it leads back to a."""
+    mine, foreign = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([mine], lr=0.1, eps=0.5)
+    (mine * foreign**2).sum().backward(create_graph=True)
+    optimizer.step()
+    assert optimizer.state[mine]["hessian_rms"].eq(0).all()
+    torch.testing.assert_close(mine.detach(), torch.full((3,), 1 - 0.1 / 0.5))
+
+
+def test_no_synchronisation_is_asked_for_in_a_step_that_measures(monkeypatch):
+    param = nn.Parameter(torch.ones(4, 6))
+    optimizer = AdaHessian([param], block_size=4)
+    param.grad = torch.ones(4, 6)
+    optimizer.feed_curvature({param: torch.ones(4, 6)})
+    optimizer.step()
+    allowed = {id(optimizer.state[param]["step"])}
+    optimizer.feed_curvature({param: torch.full((4, 6), math.nan)})
+    for reader in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, reader)
+
+        def guarded(self, *args, _original=original, **kwargs):
+            assert id(self) in allowed, "a tensor was read on the host"
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, reader, guarded)
+    optimizer.step()
+
+
+def test_settings_that_are_bools_are_refused():
+    for name in ("lr", "eps", "weight_decay", "hessian_power"):
+        with pytest.raises(ValueError, match="learning rate|" + name):
+            AdaHessian([nn.Parameter(torch.ones(2))], **{name: True})
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+def test_lr_zero_on_a_fresh_optimizer_needs_no_curvature(lr):
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([param], lr=lr, weight_decay=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert param.eq(1).all()
+    assert optimizer.state[param]["step"] == 0
+    assert optimizer.curvature_due
+
+
+def test_a_group_added_after_the_measurement_is_measured_too():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([first], update_every=10)
+    optimizer.feed_curvature({first: torch.ones(2)})
+    optimizer.add_param_group({"params": [second]})
+    assert optimizer.curvature_due
+    quadratic_step(optimizer, first, second)
+    assert optimizer.state[second]["hessian_rms"].eq(2).all()
+
+
+@pytest.mark.parametrize("settings", [{"update_every": 10}, {"update_every": 10, "block_size": 2}], ids=str)
+def test_rows_that_no_measurement_has_touched_take_no_step(settings):
+    """Their curvature is unknown, not zero. With eps for a denominator they would be thrown away."""
+    embedding = nn.Embedding(5, 4)
+    before = embedding.weight.detach().clone()
+    optimizer = AdaHessian(embedding.parameters(), **settings)
+
+    def loss_fn(model, words):
+        return (model(words) ** 4).mean()
+
+    curvature = Curvature(embedding, loss_fn, optimizer, batch_fraction=0.5)
+    for step in range(11):
+        words = torch.tensor([0, 1, 2, 3] if step < 10 else [2, 0, 1, 3])
+        curvature.measure(words)
+        optimizer.zero_grad()
+        loss_fn(embedding, words).backward()
+        optimizer.step()
+        moved = (embedding.weight.detach() - before).ne(0).any(dim=1)
+        # Words 0 and 1 are in the first slice, 2 in the second; 3 is in the batch only, and 4 nowhere.
+        assert moved.tolist() == [True, True, step == 10, False, False]
+        assert (embedding.weight - before).abs().max() < 1
+
+
+def test_a_row_that_is_seen_late_has_the_momentum_of_the_formula():
+    """Where it took no part, its curvature counts as zero, once it has been measured at all."""
+    table = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    optimizer = AdaHessian([table], betas=(0.9, 0.5))
+    for rows in ([0], [0], [0, 1], [0]):
+        optimizer.zero_grad()
+        (table[rows] ** 2).sum().backward(create_graph=True)
+        optimizer.step()
+    squares = [0.0, 0.0, 4.0, 0.0]
+    expected = sum(0.5 * 0.5 ** (3 - i) * square for i, square in enumerate(squares)) / (1 - 0.5**4)
+    rms = optimizer.state[table]["hessian_rms"]
+    torch.testing.assert_close(rms[1], torch.full((3,), math.sqrt(expected), dtype=torch.float64))
+    torch.testing.assert_close(rms[0], torch.full((3,), 2.0, dtype=torch.float64))
+
+
+def test_a_failing_step_does_not_use_its_measurement_twice():
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = AdaHessian([{"params": [param]} for param in params])
+    quadratic_step(optimizer, *params)
+    optimizer.state[params[1]]["exp_avg"] = torch.zeros(2, dtype=torch.complex64)
+    optimizer.feed_curvature({param: torch.ones(2) for param in params})
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+    assert optimizer.state[params[0]]["hessian_age"] == 2
+
+
+def test_a_parameter_frozen_after_backward_keeps_no_graph():
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters())
+    MLP.loss(model, batch).backward(create_graph=True)
+    model[0].requires_grad_(False)
+    optimizer.step()
+    assert all(not param.grad.requires_grad for param in model.parameters())
+
+
+def test_foreign_entries_in_the_state_do_not_disturb():
+    param = nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([param])
+    quadratic_step(optimizer, param)
+    optimizer.state["note"] = 1
+    assert optimizer.dropped_measurements == 0
+
+
+def test_integers_of_numpy_are_integers():
+    optimizer = AdaHessian([nn.Parameter(torch.ones(2, 8))], block_size=np.int64(4), update_every=np.int32(2))
+    assert optimizer.param_groups[0]["block_size"] == 4
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    param = nn.Parameter(torch.ones(2))
+    adam = torch.optim.Adam([param])
+    param.grad = torch.ones(2)
+    adam.step()
+    optimizer = AdaHessian([param], lr=0.5)
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict(adam.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5

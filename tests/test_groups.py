@@ -1,5 +1,7 @@
 """Parameter groups made from a model."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -62,9 +64,9 @@ def test_the_optimizer_takes_them():
     shapes = {name: optimizer.state[param]["hessian_rms"].shape for name, param in model.named_parameters()}
     assert shapes["patches.weight"] == (8, 3, 1, 1)
     assert shapes["up.weight"] == (8, 4, 1)
-    assert shapes["positions"] == (1, 16, 2)
-    assert shapes["experts"] == (2, 8, 2)
-    assert shapes["norm.weight"] == (2, 2)
+    assert shapes["positions"] == (1, 16, 2, 1)
+    assert shapes["experts"] == (2, 8, 2, 1)
+    assert shapes["norm.weight"] == (2, 2, 1)
     assert shapes["head.bias"] == (5,)
 
 
@@ -88,3 +90,43 @@ def test_both_averages(averaging):
     optimizer.feed_curvature({param: torch.tensor([[1.0, -3.0, 5.0, 1.0]])})
     optimizer.step()
     assert optimizer.state[param]["hessian_rms"].item() == (2.5 if averaging == "magnitude" else 1.0)
+
+
+def test_betas_of_a_group_are_heeded():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = AdaHessian([{"params": [first], "betas": (0.0, 0.0)}, {"params": [second], "betas": (0.5, 0.5)}])
+    for value in (1.0, 3.0):
+        for param in (first, second):
+            param.grad = torch.full((2,), value)
+        optimizer.feed_curvature({param: torch.full((2,), value) for param in (first, second)})
+        optimizer.step()
+    assert optimizer.state[first]["exp_avg"].eq(3).all()
+    assert optimizer.state[second]["exp_avg"].eq(0.25 + 1.5).all()
+    torch.testing.assert_close(optimizer.state[first]["hessian_rms"], torch.full((2,), 3.0))
+    torch.testing.assert_close(optimizer.state[second]["hessian_rms"], torch.full((2,), math.sqrt((1 + 2 * 9) / 3)))
+
+
+def test_every_kind_of_norm_is_exempt_and_the_order_is_that_of_the_model():
+    model = nn.Sequential(nn.RMSNorm((2, 8)), nn.LayerNorm((2, 8)), nn.Linear(8, 4), nn.Linear(4, 2))
+    groups = param_groups(model, weight_decay=0.1, decay_bias_and_norm=False)
+    found = {group["weight_decay"]: [name for name, _ in group["params"]] for group in groups}
+    assert found == {0.0: ["0.weight", "1.weight", "1.bias", "2.bias", "3.bias"], 0.1: ["2.weight", "3.weight"]}
+
+
+def test_the_decay_of_the_optimizer_counts_unless_the_groups_have_their_own():
+    model = Vision()
+    optimizer = AdaHessian(param_groups(model), weight_decay=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+    optimizer = AdaHessian(param_groups(model, decay_bias_and_norm=False), weight_decay=0.1)
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+
+
+def test_parametrized_convolutions_are_kernels():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 3, 3)), nn.Linear(3, 2))
+    groups = param_groups(model)
+    assert names(groups, blocks="kernel") == {"0.bias", "0.parametrizations.weight.original"}
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="pass the model itself"):
+        param_groups(Vision().parameters())

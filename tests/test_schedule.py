@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from adahessian import AdaHessian, Curvature
 from adahessian.curvature import hutchinson
@@ -160,3 +161,23 @@ def test_overdue_by_more_than_two_intervals_warns_once():
         warnings.simplefilter("error")
         for _ in range(10):
             first_order_step()
+
+
+def test_a_late_measurement_does_not_warn():
+    param = nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([param], update_every=1)
+    optimizer.feed_curvature({param: torch.ones(2)})
+    param.grad = torch.ones(2)
+    for _ in range(4):
+        optimizer.step()
+    optimizer.feed_curvature({param: torch.ones(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("demanding", [0, 1])
+def test_the_largest_number_of_probes_counts_wherever_it_stands(demanding):
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": [param], "num_probes": 3 if i == demanding else 1} for i, param in enumerate(params)]
+    assert AdaHessian(groups).num_probes == 3

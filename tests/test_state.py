@@ -108,7 +108,11 @@ def test_hooks_that_change_what_is_loaded_are_heeded():
     optimizer.register_load_state_dict_pre_hook(double)
     optimizer.load_state_dict(saved)
     assert optimizer.state[param]["hessian_rms"].eq(4).all()
+    optimizer.register_load_state_dict_post_hook(lambda o: o.state[param]["hessian_rms"].fill_(7))
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["hessian_rms"].eq(7).all()
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == 1
 
 
 def test_keys_missing_in_an_older_file_are_filled_in():
@@ -136,8 +140,8 @@ def test_a_state_without_curvature_waits_for_its_measurement():
     optimizer = AdaHessian(model.parameters(), lr=0.05)
     train(MLP, model, optimizer, batch, 3, "object")
     saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        del state["hessian_rms"], state["hessian_age"]
+    for state, missing in zip(saved["state"].values(), ("hessian_rms", "hessian_age") * 2, strict=True):
+        del state[missing]
     saved["param_groups"][0]["measurements"] = 0
     optimizer.load_state_dict(saved)
     assert optimizer.curvature_due
@@ -180,3 +184,14 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing():
     train(MLP, model, optimizer, batch, 6, "object")
     train(MLP, resumed, other, batch, 6, "object")
     assert torch.equal(flat_parameters(model), flat_parameters(resumed))
+
+
+def test_a_parameter_without_state_is_loaded_as_such():
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([unused, used])
+    (used**2).sum().backward(create_graph=True)
+    optimizer.step()
+    other = AdaHessian([unused, used])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert unused not in other.state
+    torch.testing.assert_close(other.state[used], optimizer.state[used], rtol=0, atol=0)

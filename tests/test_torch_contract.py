@@ -8,10 +8,14 @@ exactly zero, and eps is what remains. Hence the damping in every configuration.
 import copy
 import inspect
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.common_optimizers import (
     OptimizerErrorEnum,
     OptimizerInfo,
@@ -20,6 +24,7 @@ from torch.testing._internal.common_optimizers import (
     get_error_inputs_for_all_optims,
 )
 
+import reference
 from adahessian import AdaHessian
 
 CPU = torch.device("cpu")
@@ -53,11 +58,11 @@ INFO = OptimizerInfo(
 
 def configurations():
     found = []
-    for given in _get_optim_inputs_including_global_cliquey_kwargs(CPU, torch.float32, INFO):
+    for configuration in _get_optim_inputs_including_global_cliquey_kwargs(CPU, torch.float32, INFO):
         for foreach in (False, True):
-            kwargs = {**given.kwargs, "foreach": foreach}
+            kwargs = {**configuration.kwargs, "foreach": foreach}
             if not (foreach and isinstance(kwargs.get("lr"), torch.Tensor) and not kwargs.get("capturable")):
-                found.append(pytest.param(kwargs, id=f"{given.desc}-{foreach}"))
+                found.append(pytest.param(kwargs, id=f"{configuration.desc}-{foreach}"))
     return found
 
 
@@ -251,3 +256,108 @@ def test_repr_names_the_settings():
     text = repr(AdaHessian(Problem().params, block_size=4))
     assert "block_size: 4" in text
     assert "hessian_power: 1.0" in text
+
+
+def test_groups_with_their_own_lr_and_decay():
+    problem = Problem()
+    groups = [{"params": [problem.weight], "lr": 0.1, "weight_decay": 0.5}, {"params": [problem.bias]}]
+    optimizer = AdaHessian(groups, lr=0.0, eps=1.0)
+    before = problem.bias.detach().clone()
+    start = problem.loss().item()
+    for _ in range(20):
+        problem.step(optimizer)
+    assert problem.loss().item() < start
+    assert torch.equal(problem.bias, before)
+
+
+def test_state_dict_hooks():
+    problem = Problem()
+    optimizer = AdaHessian(problem.params, eps=1.0)
+    problem.step(optimizer)
+    optimizer.register_state_dict_pre_hook(lambda o: o.state.update(note=1))
+    optimizer.register_state_dict_post_hook(lambda o, saved: {**saved, "seen": saved["state"].pop("note")})
+    assert optimizer.state_dict()["seen"] == 1
+
+
+def test_global_step_hooks():
+    problem, calls = Problem(), []
+    optimizer = AdaHessian(problem.params, eps=1.0)
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    try:
+        problem.step(optimizer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("saved_with_names", [True, False])
+@pytest.mark.parametrize("loaded_with_names", [True, False])
+def test_state_goes_between_named_and_unnamed_parameters(saved_with_names, loaded_with_names):
+    def make(problem, named):
+        names = ("weight", "bias")
+        params = zip(names, problem.params, strict=True) if named else problem.params
+        return AdaHessian(params, eps=1.0)
+
+    problem, twin = Problem(), Problem()
+    optimizer, other = make(problem, saved_with_names), make(twin, loaded_with_names)
+    problem.step(optimizer)
+    twin.step(other)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    problem.step(optimizer)
+    twin.step(other)
+    assert torch.equal(values(problem), values(twin))
+
+
+real_dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])
+any_dtype = real_dtypes | st.sampled_from([torch.complex64, torch.complex128])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    dtype=any_dtype,
+    block_size=st.integers(1, 6),
+    layout=st.sampled_from(["auto", "kernel", "row", "none"]),
+    foreach=st.booleans(),
+    power=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_two_steps_of_any_shape_block_and_dtype(shape, dtype, block_size, layout, foreach, power, seed):
+    """Against the formula in float64, with the blocks written out as lists of elements."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+
+    def draw():
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+
+    def parts(tensor):
+        tensor = tensor.detach().to(wide)
+        return [tensor.real, tensor.imag] if dtype.is_complex else [tensor]
+
+    param = nn.Parameter(draw())
+    optimizer = AdaHessian(
+        [param], lr=0.1, betas=(0.5, 0.25), eps=0.1, weight_decay=0.1, hessian_power=power, block_size=block_size,
+        blocks=layout, foreach=foreach,
+    )  # fmt: skip
+    of = reference.blocks(shape, layout, block_size)
+    theta = [part.numpy().ravel().copy() for part in parts(param)]
+    m = [0.0] * len(theta)
+    v = [0.0] * len(theta)
+    for t in (1, 2):
+        gradient, curvature = draw(), draw()
+        param.grad = gradient
+        optimizer.feed_curvature({param: curvature})
+        optimizer.step()
+        for i, (g, d) in enumerate(zip(parts(gradient), parts(curvature), strict=True)):
+            spatial = reference.average(d.numpy().ravel(), of, "magnitude")
+            m[i] = 0.5 * m[i] + 0.5 * g.numpy().ravel()
+            v[i] = 0.25 * v[i] + 0.75 * spatial**2
+            denominator = np.sqrt(v[i] / (1 - 0.25**t)) ** power + 0.1
+            theta[i] = 0.99 * theta[i] - 0.1 * m[i] / (1 - 0.5**t) / denominator
+    tolerance = {torch.bfloat16: 4e-2, torch.float16: 1e-2}.get(dtype, 1e-5 if wide != dtype else 1e-12)
+    for found, expected in zip(parts(param), theta, strict=True):
+        np.testing.assert_allclose(found.numpy().ravel(), expected, rtol=tolerance, atol=tolerance)

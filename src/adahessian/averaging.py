@@ -5,14 +5,13 @@ The paper averages the Hessian diagonal over blocks of neighbouring weights,
     D_s[i b + j] = (D[i b + 1] + ... + D[i b + b]) / b,    1 <= j <= b,
 
 so one value serves a whole block. :class:`Blocks` says which elements of a tensor share a block. What belongs to a
-block is stored once, and is brought back to the elements by broadcasting, never by copying.
+block is stored once and brought back to the elements by broadcasting.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -30,44 +29,43 @@ class Blocks:
     """The blocks of a tensor.
 
     A block is ``row_length`` consecutive elements of the last dimension (the last block of a row may be shorter), or
-    all elements that differ in the last ``kernel_dims`` dimensions only. Dimensions are counted from the end, so the
-    blocks of a tensor are also those of a stack of such tensors.
+    all elements that differ in the last ``kernel_dims`` dimensions only.
     """
 
     shape: tuple[int, ...]
     kernel_dims: int = 0
     row_length: int = 1
 
-    @property
+    @cached_property
     def block_shape(self) -> tuple[int, ...]:
-        """Shape of a tensor that holds one value a block."""
+        """Shape of a tensor that holds one value a block, with dimensions of one where a block has its elements."""
         if self.kernel_dims:
             return self.shape[: -self.kernel_dims] + (1,) * self.kernel_dims
-        if self.row_length > 1:
-            return (*self.shape[:-1], math.ceil(self.shape[-1] / self.row_length))
-        return self.shape
+        if self._remainder:
+            return (*self.shape[:-1], self.shape[-1] // self.row_length + 1)
+        return self.shape if self._view_shape is None else (*self._view_shape[:-1], 1)
 
-    def split(self, elements: Tensor) -> list[Tensor]:
-        """Views of a full tensor against which those of :meth:`split_blocks` broadcast."""
-        if self.row_length == 1:
-            return [elements]
-        length = self.shape[-1]
-        remainder = length % self.row_length
-        whole = elements if not remainder else elements.narrow(-1, 0, length - remainder)
-        views = [torch.unflatten(whole, -1, (length // self.row_length, self.row_length))]
-        if remainder:
-            views.append(elements.narrow(-1, length - remainder, remainder))
-        return views
+    @cached_property
+    def _remainder(self) -> int:
+        """Length of the last, shorter block of each row; 0 if there is none."""
+        return self.shape[-1] % self.row_length if self.row_length > 1 else 0
 
-    def split_blocks(self, values: Tensor) -> list[Tensor]:
-        """Views of a tensor of one value a block, in the order of :meth:`split`."""
-        if self.row_length == 1:
-            return [values]
-        whole = self.shape[-1] // self.row_length
-        views = [values.narrow(-1, 0, whole).unsqueeze(-1)]
-        if self.shape[-1] % self.row_length:
-            views.append(values.narrow(-1, whole, 1))
-        return views
+    @cached_property
+    def _view_shape(self) -> tuple[int, ...] | None:
+        """Rows of whole blocks with a dimension for the block; None where the tensor is taken as it is."""
+        if self.row_length == 1 or self._remainder:
+            return None
+        return (*self.shape[:-1], self.shape[-1] // self.row_length, self.row_length)
+
+    def view(self, elements: Tensor) -> Tensor:
+        """A full tensor, viewed so that the result of :meth:`expand` broadcasts against it."""
+        return elements if self._view_shape is None else elements.view(self._view_shape)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """One value a block, in a shape that broadcasts against the result of :meth:`view`."""
+        if self._remainder:
+            return values.repeat_interleave(self.row_length, dim=-1).narrow(-1, 0, self.shape[-1])
+        return values
 
     def average(self, diagonal: Tensor, averaging: Averaging) -> Tensor:
         """The mean of each block: of ``|D|`` (magnitude, the authors' code) or of ``D`` (signed, the paper)."""
@@ -77,13 +75,16 @@ class Blocks:
             return diagonal.mean(dim=tuple(range(-self.kernel_dims, 0)), keepdim=True)
         if self.row_length == 1:
             return diagonal
-        whole, *rest = self.split(diagonal)
-        return torch.cat([whole.mean(-1), *(shorter.mean(-1, keepdim=True) for shorter in rest)], dim=-1)
+        if not self._remainder:
+            return self.view(diagonal).mean(-1, keepdim=True)
+        whole, rest = diagonal.tensor_split([self.shape[-1] - self._remainder], dim=-1)
+        means = whole.reshape(*whole.shape[:-1], -1, self.row_length).mean(-1)
+        return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1)
 
 
 @lru_cache(maxsize=65536)
-def blocks_of(shape: torch.Size, layout: Layout, block_size: int) -> Blocks:
-    """The blocks of a tensor of this shape.
+def blocks_of(shape: torch.Size, layout: Layout, block_size: int, *, parts: int = 1) -> Blocks:
+    """The blocks of a tensor of this shape, or of its ``parts``, stacked in front.
 
     ``"kernel"`` averages over every dimension after the second, as for the weights of convolutions; ``"row"`` over
     ``block_size`` consecutive elements of a row; ``"none"`` not at all. ``"auto"`` takes three and more dimensions for
@@ -91,16 +92,19 @@ def blocks_of(shape: torch.Size, layout: Layout, block_size: int) -> Blocks:
 
     >>> blocks_of(torch.Size([16, 3, 3, 3]), "auto", 32).block_shape
     (16, 3, 1, 1)
+    >>> blocks_of(torch.Size([4, 10]), "auto", 5).block_shape
+    (4, 2, 1)
     >>> blocks_of(torch.Size([4, 10]), "auto", 4).block_shape
     (4, 3)
     """
-    plain = tuple(shape)
+    rank = len(shape)
+    stacked = tuple(shape) if parts == 1 else (parts, *shape)
     if layout == "auto":
-        layout = "kernel" if len(plain) > 2 else "row"
-    if len(plain) < 2 or layout == "none" or 0 in plain:
-        return Blocks(plain)
+        layout = "kernel" if rank > 2 else "row"
+    if rank < 2 or layout == "none" or 0 in shape:
+        return Blocks(stacked)
     if layout == "kernel":
-        return Blocks(plain, kernel_dims=len(plain) - 2)
-    if block_size >= plain[-1]:
-        return Blocks(plain, kernel_dims=1)  # the whole row is one block
-    return Blocks(plain, row_length=block_size)
+        return Blocks(stacked, kernel_dims=rank - 2)
+    if block_size >= shape[-1]:
+        return Blocks(stacked, kernel_dims=1)  # the whole row is one block
+    return Blocks(stacked, row_length=block_size)

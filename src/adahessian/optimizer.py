@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian import state as states
-from adahessian.averaging import Averaging, Layout
+from adahessian.averaging import Averaging, Blocks, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal
@@ -20,6 +21,19 @@ from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.settings import Beta2Per, validate
 from adahessian.state import Group, State
 from adahessian.update import update_hessian_rms, update_parameters
+
+# For each parameter the average of each block, and which blocks took no part in the measured loss.
+Measurement = dict[Tensor, tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class _Stepping:
+    """The part of a group that takes part in a step."""
+
+    group: Group
+    params: list[Tensor]
+    states: list[State | None]
+    blocks: list[Blocks]
 
 
 class AdaHessian(Optimizer):
@@ -65,7 +79,8 @@ class AdaHessian(Optimizer):
         seed: Seed of the probes. No random generator is read or advanced.
         maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors at a time; None leaves it to the device.
-        capturable: Keep the step count on the device, so that a step can be captured in a CUDA graph.
+        capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. When a
+            measurement is due is counted on the host, by calls of ``step``, which replays are not.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -81,8 +96,8 @@ class AdaHessian(Optimizer):
     # Trainers in timm's style ask this once and then call backward(create_graph=True) at every step.
     is_second_order = True
 
-    # The newest measurement, averaged over blocks, until a step uses it; and what the user has been told.
-    _measurement: dict[Tensor, Tensor] | None
+    # The newest measurement until a step uses it, and what the user has been told.
+    _measurement: Measurement | None
     _overdue_warned: bool
     _dropped_seen: int
 
@@ -143,6 +158,7 @@ class AdaHessian(Optimizer):
         if isinstance(param_group, dict):
             validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._measurement = None  # one that the new group has no part in
 
     # The curvature comes in ------------------------------------------------------------------------------------------
 
@@ -181,18 +197,29 @@ class AdaHessian(Optimizer):
 
         Raises:
             CurvatureError: If an operation cannot be differentiated twice.
+            RuntimeError: If a gradient is sparse.
         """
+        for gradient in gradients:
+            _refuse_sparse(gradient)
         params = self.measured_parameters()
         diagonal = hessian_diagonal(gradients, params, self.draw_probes, self.num_probes)
-        self.feed_curvature({param: d for param, d in zip(params, diagonal, strict=True) if d is not None})
+        self.feed_curvature(
+            {param: d for param, d in zip(params, diagonal, strict=True) if d is not None},
+            {param: g for param, g in zip(params, gradients, strict=True) if g is not None},
+        )
 
     @torch.no_grad()
-    def feed_curvature(self, diagonal: Mapping[Tensor, Tensor]) -> None:
+    def feed_curvature(
+        self, diagonal: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
         """Hand over a measured Hessian diagonal, for the next step to use.
 
         Args:
             diagonal: For each parameter the signed mean of ``z * (H z)``, in its shape. A parameter that took no part
                 in the loss is left out.
+            gradients: For each of these parameters the gradient of the same loss. It tells a block that took no part,
+                such as the embedding of a word that did not occur, from one whose curvature is zero: the former takes
+                no step until it has been measured. Without it every block counts as measured.
 
         Raises:
             ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
@@ -205,17 +232,21 @@ class AdaHessian(Optimizer):
                 )
             if values.shape != param.shape:
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
-        self._measurement = {
-            param: states.blocks(param, groups[param]).average(
-                as_reals(values.to(accumulation_dtype(param.dtype))), groups[param]["averaging"]
-            )
-            for param, values in diagonal.items()
-        }
+        self._measurement = {}
+        for param, values in diagonal.items():
+            blocks = states.blocks(param, groups[param])
+            values = as_reals(values.to(accumulation_dtype(param.dtype)))
+            untouched = None
+            if gradients is not None:
+                silent = values.eq(0) & as_reals(gradients[param]).eq(0)
+                untouched = blocks.average((~silent).to(values), "magnitude").eq(0)
+            self._measurement[param] = blocks.average(values, groups[param]["averaging"]), untouched
 
     @property
     def dropped_measurements(self) -> int:
         """How many measurements of a parameter were not finite, and were dropped. Reading waits for the device."""
-        count = int(sum(state["dropped"].item() for state in self.state.values() if "dropped" in state))
+        of_params = (self.state.get(param, {}) for param, _, _ in self._parameters())
+        count = int(sum(state["dropped"].item() for state in of_params if state))
         if count > self._dropped_seen:
             warnings.warn(
                 f"{count} curvature measurements of single parameters were infinite or NaN, and were dropped. If their "
@@ -254,39 +285,47 @@ class AdaHessian(Optimizer):
                 loss = closure()
 
         # Whatever can go wrong does so before anything is changed.
-        stepping = [(group, self._with_gradients(group)) for group in self.param_groups]
+        stepping = [self._gather(group) for group in self.param_groups]
         self._measure_from_graph()
         self._warn_if_overdue()
-        stepping = [(group, params) for group, params in stepping if self._is_ready(group, params)]
-        for group, params in stepping:
-            self._step_group(group, params)
-        self._measurement = None
+        ready = [self._is_ready(part) for part in stepping]
+
+        measurement, self._measurement = self._measurement, None
+        for part, is_ready in zip(stepping, ready, strict=True):
+            self._complete_state(part)
+            if is_ready:
+                self._step_group(part, measurement)
         return loss
 
-    def _with_gradients(self, group: Group) -> list[Tensor]:
-        """The parameters of a group that take part in this step, with all their state made."""
+    def _gather(self, group: Group) -> _Stepping:
+        """What takes part in this step, checked: parameters with a gradient, their state and their blocks."""
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:
-            if param.grad.is_sparse:
-                raise RuntimeError(
-                    "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters "
-                    "to another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
-                )
-        for param in params:
-            state = self.state[param]
-            if not state:
-                states.complete(state, param, group)
-            elif (problem := states.misfit(state, param, group)) is not None:
+            _refuse_sparse(param.grad)
+        part = _Stepping(
+            group,
+            params,
+            [self.state.get(param) for param in params],
+            [states.blocks(param, group) for param in params],
+        )
+        for param, state, blocks in zip(part.params, part.states, part.blocks, strict=True):
+            if state and (problem := states.misfit(state, param, blocks)) is not None:
                 raise RuntimeError(problem)
-        return params
+        return part
+
+    def _complete_state(self, part: _Stepping) -> None:
+        for i, (param, state) in enumerate(zip(part.params, part.states, strict=True)):
+            if not state:
+                states.complete(self.state[param], param, part.group)
+                part.states[i] = self.state[param]
 
     def _measure_from_graph(self) -> None:
         """The classic loop's measurement, from gradients that carry their graph."""
-        params = self.measured_parameters()
+        params = [param for group in self.param_groups for param in group["params"]]
         with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
         if with_graph and self.curvature_due:
             check_twice_differentiable([param.grad for param in with_graph if param.grad is not None])
-            self.measure_gradients([param.grad for param in params])
+            self.measure_gradients([param.grad for param in self.measured_parameters()])
         for param in with_graph:
             # A gradient that keeps its graph keeps its parameter, which keeps its gradient: a cycle.
             param.grad = param.grad.detach() if param.grad is not None else None
@@ -302,12 +341,12 @@ class AdaHessian(Optimizer):
                 stacklevel=5,  # past step and the two wrappers that torch puts around it
             )
 
-    def _is_ready(self, group: Group, params: list[Tensor]) -> bool:
+    def _is_ready(self, part: _Stepping) -> bool:
         """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
-        if group["measurements"] or self._measurement is not None or not params:
+        if part.group["measurements"] or self._measurement is not None or not part.params:
             return True
         # Checkpoint libraries make the state of a fresh optimizer by a step like this.
-        if group["lr"] == 0 or not any(param.grad.any() for param in params if param.grad is not None):
+        if part.group["lr"] == 0 or not any(param.grad.any() for param in part.params if param.grad is not None):
             return False
         raise CurvatureError(
             "no curvature has been measured yet, so AdaHessian cannot step. Before optimizer.step(), call "
@@ -315,31 +354,34 @@ class AdaHessian(Optimizer):
             "loss.backward() by loss.backward(create_graph=optimizer.curvature_due)."
         )
 
-    def _step_group(self, group: Group, params: list[Tensor]) -> None:
-        count_step(group, measured=self._measurement is not None)
+    def _step_group(self, part: _Stepping, measurement: Measurement | None) -> None:
+        group, params = part.group, part.params
+        count_step(group, measured=measurement is not None)
         if not params:
             return
-        of_params: list[State] = [self.state[param] for param in params]
         beta1, beta2 = group["betas"]
+        of_params = [state for state in part.states if state is not None]
         steps = [state["step"] for state in of_params]
-        torch._foreach_add_(steps, 1)
-        for param, state in zip(params, of_params, strict=True):
-            if self._measurement is not None and param in self._measurement:
-                update_hessian_rms(
-                    state["hessian_rms"],
-                    state["hessian_age"],
-                    state["dropped"],
-                    self._measurement[param],
-                    state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
-                    beta2=beta2,
-                )
+        # A number would be wrapped in a tensor anew for each step count on the host.
+        torch._foreach_add_(steps, torch.ones(()) if steps[0].is_cpu else 1)
+        if measurement is not None:
+            for param, state in zip(params, of_params, strict=True):
+                if param in measurement:
+                    update_hessian_rms(
+                        state["hessian_rms"],
+                        state["hessian_age"],
+                        state["dropped"],
+                        *measurement[param],
+                        state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
+                        beta2=beta2,
+                    )
         update_parameters(
             [as_reals(param) for param in params],
             [as_reals(param.grad) for param in params if param.grad is not None],
             [as_reals(state["exp_avg"]) for state in of_params],
             [state["hessian_rms"] for state in of_params],
             steps,
-            [states.blocks(param, group) for param in params],
+            part.blocks,
             lr=group["lr"],
             beta1=beta1,
             eps=group["eps"],
@@ -356,26 +398,34 @@ class AdaHessian(Optimizer):
         """Load the optimizer's state. Averages and counts keep their own dtype.
 
         Raises:
-            ValueError: If a state does not fit its parameter; nothing is loaded then.
+            ValueError: If it is another optimizer's, or does not fit the parameters; nothing is loaded then.
         """
         loaded: StateDict = {}
 
         def check(_: Optimizer, incoming: StateDict) -> None:
+            if any("hessian_power" not in group for group in incoming["param_groups"]):
+                raise ValueError("this is the state of another optimizer: load one that AdaHessian has saved")
             for param, group, state in self._match(incoming):
-                if (problem := states.misfit(state, param, group)) is not None:
+                if (problem := states.misfit(state, param, states.blocks(param, group))) is not None:
                     raise ValueError(problem)
             loaded.update(incoming)
 
-        # Registered last, so it sees what all other hooks have made of the state.
-        handle = self.register_load_state_dict_pre_hook(check)
+        def restore_dtypes(_: Optimizer) -> None:
+            for param, __, state in self._match(loaded):
+                for key in states.KEEP_THEIR_DTYPE:
+                    if key in state:
+                        self.state[param][key] = state[key].to(**states.own_dtype(param))
+
+        # The last to see what comes in, after all other hooks, and the first to see what has been loaded.
+        handles = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore_dtypes, prepend=True),
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        for param, _, state in self._match(loaded):
-            for key in states.KEEP_THEIR_DTYPE:
-                if key in state:
-                    self.state[param][key] = state[key].to(**states.own_dtype(param))
+            for handle in handles:
+                handle.remove()
 
     def _match(self, state_dict: StateDict) -> Iterator[tuple[Tensor, Group, State]]:
         """Each parameter with the group and the state that a state dict has for it."""
@@ -419,3 +469,11 @@ def _use_foreach(group: Group, params: list[Tensor]) -> bool:
     if isinstance(group["lr"], Tensor) and not group["capturable"]:
         return False
     return all(param.device.type in ("cuda", "xpu") for param in params)
+
+
+def _refuse_sparse(gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.is_sparse:
+        raise RuntimeError(
+            "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters to "
+            "another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -22,18 +22,23 @@ def validate(settings: Mapping[str, Any]) -> None:
     """
     _validate_lr(settings["lr"], foreach=settings["foreach"], capturable=settings["capturable"])
     betas = settings["betas"]
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
         raise ValueError(f"Invalid betas: {betas!r}. They must be two floats, each at least 0 and below 1.")
     for name in ("eps", "weight_decay"):
-        if not (_is_number(settings[name]) and 0 <= settings[name] < math.inf):
+        if not (is_number(settings[name]) and 0 <= settings[name] < math.inf):
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be a finite number, 0 or more.")
-    if not (_is_number(settings["hessian_power"]) and 0 <= settings["hessian_power"] <= 1):
+    if not (is_number(settings["hessian_power"]) and 0 <= settings["hessian_power"] <= 1):
         raise ValueError(f"Invalid hessian_power value: {settings['hessian_power']!r}. It must be from 0 to 1.")
     for name, least in (("block_size", 1), ("num_probes", 1), ("update_every", 1), ("warmup_steps", 0)):
-        if not (_is_integer(settings[name]) and settings[name] >= least):
+        if not (is_integer(settings[name]) and settings[name] >= least):
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be an integer, {least} or more.")
-    if not _is_integer(settings["seed"]):
+    if not is_integer(settings["seed"]):
         raise ValueError(f"Invalid seed value: {settings['seed']!r}. It must be an integer.")
+    for name in ("maximize", "capturable"):
+        if not isinstance(settings[name], bool):
+            raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be True or False.")
+    if not (settings["foreach"] is None or isinstance(settings["foreach"], bool)):
+        raise ValueError(f"Invalid foreach value: {settings['foreach']!r}. It must be True, False or None.")
     for name, choices in (("blocks", LAYOUTS), ("averaging", AVERAGINGS), ("beta2_per", get_args(Beta2Per))):
         if settings[name] not in choices:
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be one of {', '.join(choices)}.")
@@ -45,15 +50,17 @@ def _validate_lr(lr: object, *, foreach: bool | None, capturable: bool) -> None:
             raise ValueError(f"Tensor lr must be 1-element, but has the shape {tuple(lr.shape)}.")
         if foreach and not capturable:
             raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
-    elif not _is_number(lr):
+    elif not is_number(lr):
         raise ValueError(f"Invalid learning rate: {lr!r}. It must be a float or a tensor of one element.")
     if not lr >= 0:  # type: ignore[operator]
         raise ValueError(f"Invalid learning rate: {lr}. It must be 0 or more.")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether this is a real number; truth values are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_integer(value: object) -> bool:
+    """Whether this is an integer; truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

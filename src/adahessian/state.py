@@ -27,8 +27,8 @@ KEEP_THEIR_DTYPE = ("hessian_rms", "hessian_age", "dropped")
 
 
 def blocks(param: Tensor, group: Group) -> Blocks:
-    """The blocks over which a parameter's curvature is averaged."""
-    return blocks_of(param.shape, group["blocks"], group["block_size"])
+    """The blocks over which a parameter's curvature is averaged; a complex parameter counts as a stack of two."""
+    return blocks_of(param.shape, group["blocks"], group["block_size"], parts=2 if param.is_complex() else 1)
 
 
 def own_dtype(param: Tensor) -> dict[str, Any]:
@@ -46,26 +46,21 @@ def complete(state: State, param: Tensor, group: Group) -> None:
         state["step"] = torch.full((), float(step), dtype=dtype, device=device)
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    if "hessian_rms" not in state:
-        state["hessian_rms"] = torch.full(_hessian_shape(param, group), math.inf, **own_dtype(param))
+    if "hessian_rms" not in state or "hessian_age" not in state:
+        state["hessian_rms"] = torch.full(blocks(param, group).block_shape, math.inf, **own_dtype(param))
         state["hessian_age"] = torch.zeros((), **own_dtype(param))
     if "dropped" not in state:
         state["dropped"] = torch.zeros((), **own_dtype(param))
 
 
-def misfit(state: State, param: Tensor, group: Group) -> str | None:
+def misfit(state: State, param: Tensor, of: Blocks) -> str | None:
     """What is wrong with the shapes of a state, if anything."""
-    for key, shape in (("exp_avg", tuple(param.shape)), ("hessian_rms", _hessian_shape(param, group))):
-        if key in state and tuple(state[key].shape) != shape:
+    for key, shape in (("exp_avg", param.shape), ("hessian_rms", of.block_shape)):
+        if key in state and state[key].shape != shape:
             return (
                 f"the state {key!r} of a parameter of shape {tuple(param.shape)} has the shape "
-                f"{tuple(state[key].shape)}, but needs {shape}. It belongs to another model or to other blocks: load a "
-                "checkpoint of this model, with its parameters in the same order, and leave block_size and blocks as "
-                "they were"
+                f"{tuple(state[key].shape)}, but needs {tuple(shape)}. It belongs to another model or to other blocks: "
+                "load a checkpoint of this model, with its parameters in the same order, and leave block_size and "
+                "blocks as they were"
             )
     return None
-
-
-def _hessian_shape(param: Tensor, group: Group) -> tuple[int, ...]:
-    shape = blocks(param, group).block_shape
-    return (2, *shape) if param.is_complex() else shape

@@ -21,7 +21,14 @@ from adahessian.averaging import Blocks
 
 
 def update_hessian_rms(
-    hessian_rms: Tensor, hessian_age: Tensor, dropped: Tensor, estimate: Tensor, new_age: Tensor, *, beta2: float
+    hessian_rms: Tensor,
+    hessian_age: Tensor,
+    dropped: Tensor,
+    estimate: Tensor,
+    untouched: Tensor | None,
+    new_age: Tensor,
+    *,
+    beta2: float,
 ) -> None:
     r"""Fold a measurement into the Hessian momentum, in place.
 
@@ -34,9 +41,11 @@ def update_hessian_rms(
     The age :math:`a` is how often the average has been decayed. It grows by one a measurement, or by the number of
     steps that passed: feeding the new value once for each of them would come to the same.
 
+    Before its first measurement a block's value is infinite, so that it takes no step. A block that is ``untouched`` by
+    the measured loss keeps that value until a measurement touches it, and counts as 0 afterwards, as in the formula.
+
     A measurement that is not finite everywhere is dropped whole and counted. All of it happens on the device, by masks:
-    nothing waits for the host. Before its first measurement a parameter's ``hessian_rms`` is infinite, which holds the
-    parameter still.
+    nothing waits for the host.
     """
     new_age = new_age.to(hessian_age)
     log_beta2 = math.log(beta2) if beta2 > 0 else -math.inf
@@ -44,9 +53,11 @@ def update_hessian_rms(
     accepted = squared.isfinite().all()
     # expm1 keeps the digits of 1 - beta2 that float32 would lose.
     weight = torch.expm1((new_age - hessian_age) * log_beta2) / torch.expm1(new_age * log_beta2)
-    previous = hessian_rms.masked_fill(hessian_age == 0, 0.0)
+    unmeasured = hessian_rms.isinf()
+    previous = hessian_rms.masked_fill(unmeasured, 0.0)
     updated = (previous * previous).lerp_(squared, weight).sqrt_()
-    hessian_rms.copy_(torch.where(accepted, updated, hessian_rms))
+    changed = accepted if untouched is None else accepted & ~(untouched & unmeasured)
+    hessian_rms.copy_(torch.where(changed, updated, hessian_rms))
     hessian_age.copy_(torch.where(accepted, new_age, hessian_age))
     dropped.add_(accepted.logical_not())
 
@@ -124,8 +135,7 @@ def _plain_update(
             v.mul_((beta1**step - 1) / lr)
         else:
             scale = -float(lr) / (1 - beta1 ** step.item())
-        for theta, m, denominator in zip(of.split(param), of.split(exp_avg), of.split_blocks(v), strict=True):
-            theta.addcdiv_(m, denominator, value=scale)
+        of.view(param).addcdiv_(of.view(exp_avg), of.expand(v), value=scale)
 
 
 def _foreach_update(
@@ -161,16 +171,12 @@ def _foreach_update(
         scales = [1.0] * len(params)
     else:
         scales = [-float(lr) / (1 - beta1 ** step.item()) for step in steps]
-    thetas: list[Tensor] = []
-    ms: list[Tensor] = []
-    denominators: list[Tensor] = []
-    values: list[float] = []
-    for param, exp_avg, denominator, scale, of in zip(params, exp_avgs, v, scales, blocks, strict=True):
-        thetas += of.split(param)
-        ms += of.split(exp_avg)
-        denominators += of.split_blocks(denominator)
-        values += [scale] * (len(thetas) - len(values))
-    torch._foreach_addcdiv_(thetas, ms, denominators, values)
+    torch._foreach_addcdiv_(
+        [of.view(param) for of, param in zip(blocks, params, strict=True)],
+        [of.view(exp_avg) for of, exp_avg in zip(blocks, exp_avgs, strict=True)],
+        [of.expand(values) for of, values in zip(blocks, v, strict=True)],
+        scales,
+    )
 
 
 def _alike(params: list[Tensor]) -> list[list[int]]:

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from adahessian import AdaHessian, Curvature
+from adahessian.curvature import hutchinson
 from cases import BATCH_NORM, CASES, exact_derivatives
 
 
 def measured_diagonal(case, model, optimizer, batch):
     """The signed diagonal of one measurement, caught on its way into the optimizer."""
     caught = {}
-    optimizer.feed_curvature = caught.update
+    optimizer.feed_curvature = lambda diagonal, gradients: caught.update(diagonal)
     Curvature(model, case.loss, optimizer).measure(batch)
     return np.concatenate([caught[param].numpy().ravel() for param in model.parameters()])
 
@@ -101,3 +103,18 @@ def test_the_oracle_itself_against_differences_of_gradients():
         unit[i] = step
         column = (derivatives(flat + unit)[0] - derivatives(flat - unit)[0]) / (2 * step)
         np.testing.assert_allclose(hessian[:, i], column, atol=1e-7)
+
+
+def test_the_graph_is_kept_between_probes_and_freed_with_the_last(monkeypatch):
+    kept, original = [], hutchinson.hessian_vector_product
+
+    def watched(*args, retain_graph):
+        kept.append(retain_graph)
+        return original(*args, retain_graph=retain_graph)
+
+    monkeypatch.setattr(hutchinson, "hessian_vector_product", watched)
+    param = nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([param], num_probes=3)
+    (param**4).sum().backward(create_graph=True)
+    optimizer.step()
+    assert kept == [True, True, False]

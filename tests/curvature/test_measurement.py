@@ -6,10 +6,12 @@ from collections import UserDict, namedtuple
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from adahessian import AdaHessian, Curvature, CurvatureError
 from adahessian.curvature.batches import slice_batch
+from adahessian.curvature.errors import explained
 from cases import ATTENTION, BATCH_NORM, MLP, flat_parameters
 
 
@@ -37,14 +39,14 @@ def loss_of(model, batch):
 def snapshot(model):
     return (
         {name: buffer.clone() for name, buffer in model.named_buffers()},
-        {name: id(buffer) for name, buffer in model.named_buffers()},
+        {name: id(buffer) for module in model.modules() for name, buffer in module._buffers.items()},
         {name: buffer._version for name, buffer in model.named_buffers()},
         [int(module.training) for module in model.modules()],
         [param.grad.clone() for param in model.parameters() if param.grad is not None],
         flat_parameters(model),
         torch.get_rng_state(),
         list(random.getstate()[1]),
-        np.random.get_state()[1].copy(),
+        [*np.random.get_state()[1].tolist(), np.random.get_state()[2]],
     )
 
 
@@ -162,7 +164,7 @@ def test_batch_fraction_measures_on_the_first_examples():
     fed = []
     for fraction, batch in ((0.25, (x, y)), (1.0, (x[:4], y[:4]))):
         optimizer = AdaHessian(model.parameters())
-        optimizer.feed_curvature = fed.append
+        optimizer.feed_curvature = lambda diagonal, gradients: fed.append(diagonal)
         Curvature(model, MLP.loss, optimizer, batch_fraction=fraction).measure(batch)
     for param in model.parameters():
         assert torch.equal(fed[0][param], fed[1][param])
@@ -177,7 +179,12 @@ def test_slices_of_batches_of_all_kinds():
     assert len(slice_batch(x, 0.25)) == 3
     assert len(slice_batch(x, 0.01)) == 1
     assert slice_batch(x, 1.0) is x
-    assert slice_batch([x, "name", 7], 0.5)[1:] == ["name", 7]
+    sliced = slice_batch([x, "name", 7], 0.5)
+    assert isinstance(sliced, list)
+    assert torch.equal(sliced[0], x[:5])
+    assert sliced[1:] == ["name", 7]
+    assert len(slice_batch(torch.zeros(100), 0.55)) == 55
+    assert len(slice_batch(torch.zeros(100), 0.07)) == 7
     named = slice_batch(Pair(x, {"y": (x, scalar)}), 0.5)
     assert isinstance(named, Pair)
     assert named.rest["y"][0].shape == (5, 1)
@@ -192,7 +199,9 @@ def test_batches_that_cannot_be_sliced(batch):
         slice_batch(batch, 0.5)
 
 
-@pytest.mark.parametrize("arguments", [{"batch_fraction": 0}, {"batch_fraction": 1.5}, {"batch_dim": -1}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"batch_fraction": 0}, {"batch_fraction": 1.5}, {"batch_fraction": "all"}, {"batch_dim": -1}], ids=str
+)
 def test_wrong_arguments(arguments):
     model = MLP.model()
     with pytest.raises(ValueError, match=f"Invalid {next(iter(arguments))}"):
@@ -202,8 +211,12 @@ def test_wrong_arguments(arguments):
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda model, x: model(x), r"scalar, but returned a tensor of shape \(16, 3\): reduce it with .mean"),
-        (lambda model, x: 3.0, "scalar, but returned a float"),
+        (
+            lambda model, x: model(x),
+            r"scalar, but returned a torch.float64 tensor of shape \(16, 3\): reduce",
+        ),
+        (lambda model, x: 3.0, "the loss alone, as a tensor, but returned a float"),
+        (lambda model, x: (model(x).mean(), x), "the loss alone, as a tensor, but returned a tuple"),
         (lambda model, x: model(x).mean().detach(), "the loss has no graph"),
         (lambda model, x: torch.ones((), requires_grad=True) * 2, "depends on none of the optimizer's parameters"),
     ],
@@ -262,3 +275,182 @@ def test_an_error_of_another_kind_is_left_alone():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         Curvature(model, MLP.loss, AdaHessian(model.parameters())).measure((batch[0][:, :2], batch[1]))
     assert not isinstance(caught.value, CurvatureError)
+
+
+def test_running_out_of_memory_is_not_taken_for_a_missing_derivative(monkeypatch):
+    param = nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([param])
+    param.square().sum().backward(create_graph=True)
+
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(torch.autograd, "grad", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        optimizer.step()
+
+
+def test_a_loss_of_one_element_is_a_scalar_and_a_complex_one_is_not():
+    model, (x, _) = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters())
+    with pytest.raises(CurvatureError, match="must return a real scalar"):
+        Curvature(model, lambda model, x: model(x).mean() * 1j, optimizer).measure(x)
+    assert Curvature(model, lambda model, x: model(x).square().mean().view(1), optimizer).measure(x)
+
+
+def test_batch_dim_reaches_the_slice():
+    weight = nn.Linear(4, 1)
+    sizes = []
+
+    def loss_fn(model, x):
+        sizes.append(tuple(x.shape))
+        return model(x).square().mean()
+
+    optimizer = AdaHessian(weight.parameters())
+    Curvature(weight, loss_fn, optimizer, batch_fraction=0.5, batch_dim=1).measure(torch.randn(3, 10, 4))
+    assert sizes == [(3, 5, 4)]
+
+
+def test_numpys_stream_goes_on_as_if_nothing_had_been():
+    model = nn.Linear(4, 1)
+    model.register_buffer("nothing", None)
+
+    def loss_fn(model, x):
+        return (np.random.rand() + model(x)).square().mean()
+
+    np.random.seed(0)
+    expected = np.random.rand()
+    np.random.seed(0)
+    Curvature(model, loss_fn, AdaHessian(model.parameters())).measure(torch.randn(8, 4))
+    assert np.random.rand() == expected
+    assert model.nothing is None
+
+
+def test_gradients_are_safe_from_a_loss_that_calls_backward_or_zero_grad():
+    model = nn.Linear(4, 2)
+    x = torch.randn(8, 4)
+    loss_of(model, x).backward()
+    before = [(param.grad, param.grad.clone()) for param in model.parameters()]
+
+    def meddling_loss(model, batch):
+        loss_of(model, batch).backward()
+        model.zero_grad()
+        return loss_of(model, batch)
+
+    assert Curvature(model, meddling_loss, AdaHessian(model.parameters())).measure(x)
+    for param, (grad, value) in zip(model.parameters(), before, strict=True):
+        assert param.grad is grad
+        assert torch.equal(grad, value)
+
+
+def test_a_loss_that_frees_its_own_graph_is_explained():
+    model, (x, _) = MLP.model(), MLP.batch()
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(CurvatureError, match=r"cannot be differentiated .*Remedy"):
+        Curvature(model, loss_fn, AdaHessian(model.parameters())).measure(x)
+
+
+@pytest.mark.parametrize("way", ["object", "graph"])
+def test_hooks_on_parameters_see_gradients_only(way):
+    param = nn.Parameter(torch.ones(2))
+    seen = []
+    param.register_hook(lambda gradient: seen.append(gradient) or gradient)
+    model = nn.ParameterList([param])
+    optimizer = AdaHessian(model.parameters())
+    if way == "object":
+        Curvature(model, lambda model, _: model[0].square().sum(), optimizer).measure(None)
+        assert not seen
+    param.square().sum().backward(create_graph=optimizer.curvature_due)
+    optimizer.step()
+    assert len(seen) == 1
+    assert optimizer.state[param]["hessian_rms"].eq(2).all()
+    param.square().sum().backward()
+    assert len(seen) == 2, "the hook is back in its place"
+
+
+class Positions(nn.Module):
+    """Grows a table when a longer sequence comes, and remembers its length beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("table", None)
+        self.length = 0
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length = len(x)
+            self.table = torch.arange(float(len(x)))
+        return (self.scale * (x + self.table[: len(x)])).square().mean()
+
+
+def test_a_table_that_grew_in_the_pass_stays():
+    model = Positions()
+    curvature = Curvature(model, lambda model, x: model(x), AdaHessian(model.parameters()))
+    assert curvature.measure(torch.ones(5))
+    model(torch.ones(5))
+    curvature.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert curvature.measure(torch.ones(9))
+    model(torch.ones(9))
+
+
+def test_reentrant_checkpointing_is_refused_and_the_other_kind_works():
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    model = nn.Sequential(body, head)
+    x = torch.randn(8, 4, requires_grad=True)
+
+    def loss_with(reentrant):
+        hidden = torch.utils.checkpoint.checkpoint(lambda x: body(x).tanh(), x, use_reentrant=reentrant)
+        return head(hidden).square().mean()
+
+    optimizer = AdaHessian(model.parameters())
+    with pytest.raises(CurvatureError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
+        Curvature(model, lambda *_: loss_with(True), optimizer).measure(x)
+    loss_with(True).backward(create_graph=True)
+    with pytest.raises(CurvatureError, match=r"reentrant activation checkpointing.*use_reentrant=False"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+    found = []
+    for loss_fn in (lambda *_: loss_with(False), lambda model, x: head(body(x).tanh()).square().mean()):
+        optimizer = AdaHessian(model.parameters())
+        optimizer.feed_curvature = lambda diagonal, gradients: found.append(diagonal)
+        Curvature(model, loss_fn, optimizer).measure(x)
+    for param in model.parameters():
+        torch.testing.assert_close(found[0][param], found[1][param])
+
+
+def test_weight_norm_is_refused():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    optimizer = AdaHessian(model.parameters())
+    with pytest.raises(CurvatureError, match=r"weight_norm wrongly.*Remedy: write it with ordinary operations"):
+        Curvature(model, loss_of, optimizer).measure(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("derivative for '_flash_attention_backward' is not implemented", "SDPBackend.MATH"),
+        ("derivative for 'aten::_cudnn_rnn_backward' is not implemented", "cudnn.flags"),
+        ("torch.compile with aot_autograd does not currently support double backward", "_orig_mod"),
+        ("Trying to backward through the graph a second time", "once a step"),
+        ("something else", "replace the operation"),
+    ],
+)
+def test_every_error_has_its_remedy(said, remedy):
+    with pytest.raises(CurvatureError, match=remedy), explained():
+        raise RuntimeError(said)
+
+
+def test_arguments_in_the_wrong_place_are_named():
+    model = MLP.model()
+    optimizer = AdaHessian(model.parameters())
+    with pytest.raises(TypeError, match=r"takes \(model, loss_fn, optimizer\).*but got method, Sequential, AdaHessian"):
+        Curvature(MLP.loss, model, optimizer)
+    with pytest.raises(TypeError, match="but got Sequential, method, AdamW"):
+        Curvature(model, MLP.loss, torch.optim.AdamW(model.parameters()))

@@ -32,7 +32,7 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
             f"cannot take a slice of this batch: it holds {found} along dimension {dim}. Name the batch dimension with "
             "batch_dim, or slice the batch yourself and set batch_fraction=1.0"
         )
-    length = math.ceil(fraction * sizes.pop())
+    length = math.ceil(fraction * sizes.pop() - 1e-9)  # 0.07 * 100 is a little more than 7
     return _map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
 
 

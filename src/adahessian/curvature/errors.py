@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 # (what torch says, the remedy); the first that is found counts.
 _REMEDIES = (
@@ -23,7 +27,8 @@ _REMEDIES = (
     (
         r"Trying to backward through the graph a second time|modified by an inplace operation",
         "keep the graph until optimizer.step(): call backward(create_graph=optimizer.curvature_due) once a step, and "
-        "change neither parameters nor saved tensors in between",
+        "change neither parameters nor saved tensors in between; where two optimizers share one loss, let "
+        "adahessian.Curvature measure for each",
     ),
 )
 _OTHERWISE = "replace the operation by one that torch can differentiate twice, or freeze the parameters before it"
@@ -33,10 +38,20 @@ class CurvatureError(RuntimeError):
     """The curvature could not be measured; parameters and state are as they were."""
 
 
-def second_derivative_error(error: RuntimeError) -> CurvatureError:
-    """Name the operation that has no second derivative, and the remedy."""
-    said = str(error).strip().splitlines()[0]
-    remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
-    named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", said)
-    subject = f"{named.group(1)} cannot be differentiated twice" if named else "the gradient cannot be differentiated"
-    return CurvatureError(f"no curvature: {subject} (torch: {said}). Remedy: {remedy}.")
+@contextmanager
+def explained() -> Iterator[None]:
+    """Name the operation that could not be differentiated, and the remedy.
+
+    Raises:
+        CurvatureError: In place of whatever error torch raises, except for want of memory.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, CurvatureError):
+        raise
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[0]
+        remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
+        named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", said)
+        subject = f"{named.group(1)} cannot be differentiated twice" if named else "the loss cannot be differentiated"
+        raise CurvatureError(f"no curvature: {subject} (torch: {said}). Remedy: {remedy}.") from error

@@ -7,37 +7,52 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
 
 from adahessian.curvature.errors import CurvatureError
 
-# The code that every function decorated with @once_differentiable shares.
-_ONCE = once_differentiable(lambda _: None).__code__
-# What such a function leaves in the graph of a gradient.
-_REFUSAL = "torch::autograd::Error"
+# The code that every function decorated with @once_differentiable shares, and what it leaves in a gradient's graph.
+_ONCE_CODE = once_differentiable(lambda _: None).__code__
+_ONCE_MARK = "torch::autograd::Error"
 
 
 def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
-    """Refuse functions whose backward says that it cannot be differentiated.
+    """Refuse what torch differentiates twice without complaint, and wrongly.
 
-    Torch itself would take their gradient for a constant wherever nothing else demands its derivative, and the
-    curvature would be wrong without a word.
+    Args:
+        tensors: The loss, or gradients that carry their graph.
 
     Raises:
-        CurvatureError: If there is one; it is named.
+        CurvatureError: If such an operation is found; it is named, with the remedy.
     """
     for node in _nodes(tensors):
-        function = getattr(node, "_forward_cls", None)
-        if function is not None and getattr(function.backward, "__code__", None) is _ONCE:
-            name = function.__qualname__
-        elif node.name() == _REFUSAL:
-            name = "a custom autograd function"
-        else:
-            continue
-        raise CurvatureError(
-            f"no curvature: {name} cannot be differentiated twice: its backward is marked @once_differentiable. "
-            "Remedy: write that backward with differentiable operations, without the decorator, or freeze the "
-            "parameters before it."
+        problem = _problem(node)
+        if problem is not None:
+            raise CurvatureError(f"no curvature: {problem}, or freeze the parameters before it.")
+
+
+def _problem(node: Node) -> str | None:
+    function = getattr(node, "_forward_cls", None)
+    if function is CheckpointFunction:
+        return (
+            "reentrant activation checkpointing hides its parameters from a second derivative. Remedy: call "
+            "torch.utils.checkpoint with use_reentrant=False"
         )
+    # Its gradient is taken for a constant wherever nothing else demands its derivative.
+    once = getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE
+    if once or node.name() == _ONCE_MARK:
+        name = getattr(function, "__qualname__", "a custom autograd function")
+        return (
+            f"{name} cannot be differentiated twice: its backward is marked @once_differentiable. Remedy: write that "
+            "backward with differentiable operations, without the decorator"
+        )
+    # The norm that it saves for its backward is taken for a constant.
+    if node.name() == "WeightNormInterfaceBackward0":
+        return (
+            "torch differentiates weight_norm wrongly the second time. Remedy: write it with ordinary operations, as a "
+            "parametrization that returns g * v / v.norm(...)"
+        )
+    return None
 
 
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:

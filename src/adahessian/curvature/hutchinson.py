@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adahessian.curvature.errors import second_derivative_error
+from adahessian.curvature.errors import explained
+from adahessian.curvature.isolation import hooks_silenced
 
 
 def hessian_vector_product(
@@ -24,12 +25,8 @@ def hessian_vector_product(
     Raises:
         CurvatureError: If an operation of the graph has no second derivative.
     """
-    try:
+    with explained(), hooks_silenced(parameters):
         return torch.autograd.grad(gradients, parameters, vector, retain_graph=retain_graph, allow_unused=True)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise second_derivative_error(error) from error
 
 
 def hessian_diagonal(

@@ -13,18 +13,22 @@ from torch import Tensor, nn
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Keep a model's buffers and modes, and the user's random streams, as they are.
+    """Keep a model's gradients, buffers and modes, and the user's random streams, as they are.
 
-    Buffers are exchanged for copies rather than restored afterwards: a graph that waits for its backward may have saved
-    the originals, and would notice being written to.
+    Gradients and buffers are exchanged rather than restored afterwards: a graph that waits for its backward may have
+    saved the originals, and would notice being written to.
     """
     modules = list(model.modules())
     modes = [module.training for module in modules]
+    params = list(model.parameters())
+    gradients = [param.grad for param in params]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
     copies: dict[Tensor, Tensor] = {}
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    with random_streams_untouched(devices):
+    devices = {tensor.device for tensor in (*params, *model.buffers())}
+    with random_streams_untouched(devices), hooks_silenced(params):
         try:
+            for param in params:
+                param.grad = None
             for module, originals in buffers:
                 for name, buffer in originals.items():
                     if buffer is not None:
@@ -33,10 +37,31 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, originals in buffers:
-                module._buffers.clear()
-                module._buffers.update(originals)
+                for name, buffer in originals.items():
+                    if not _is_cache(buffer, module._buffers.get(name)):
+                        module._buffers[name] = buffer
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
+
+
+def _is_cache(before: Tensor | None, after: Tensor | None) -> bool:
+    """Whether a buffer has grown in the pass, as tables of positions do: its module counts on finding it so."""
+    return after is not None and (before is None or before.shape != after.shape)
+
+
+@contextmanager
+def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the user's hooks on gradients from being run on what is no gradient of theirs."""
+    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
+    try:
+        for param, _ in hooked:
+            param._backward_hooks = None
+        yield
+    finally:
+        for param, hooks in hooked:
+            param._backward_hooks = hooks
 
 
 @contextmanager

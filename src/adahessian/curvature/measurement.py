@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adahessian.curvature.batches import slice_batch
-from adahessian.curvature.errors import CurvatureError
+from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.isolation import untouched
+from adahessian.settings import is_integer, is_number
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
@@ -25,16 +26,19 @@ class Curvature(Generic[Model]):
 
     The gradient's path stays as it is. The pass leaves gradients, buffers (batch-norm statistics), train and eval modes
     and random streams as it finds them: with or without it, the same dropout masks and the same data order follow.
+    Hooks on parameters do not see it; those on modules do.
 
     Args:
         model: The model. It may be shared with, or a part of, what computes the gradient.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch: a sum would make the
             curvature depend on the size of the slice.
         optimizer: The optimizer that uses the curvature and says when it is due.
-        batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples.
+        batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples. Every tensor of the
+            batch is cut, a mask over positions too: give such a one to ``loss_fn`` by another way.
         batch_dim: The dimension of the batch's tensors that counts examples.
 
     Raises:
+        TypeError: If the model, the function or the optimizer is none.
         ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range.
 
     Example:
@@ -57,10 +61,16 @@ class Curvature(Generic[Model]):
         batch_fraction: float = 1.0,
         batch_dim: int = 0,
     ) -> None:
-        if not 0 < batch_fraction <= 1:
+        if not isinstance(model, nn.Module) or not callable(loss_fn) or not hasattr(optimizer, "feed_curvature"):
+            found = ", ".join(type(each).__name__ for each in (model, loss_fn, optimizer))
+            raise TypeError(
+                "Curvature takes (model, loss_fn, optimizer): a torch.nn.Module, a function of the model and a batch, "
+                f"and an AdaHessian, but got {found}"
+            )
+        if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
             raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")
-        if batch_dim < 0:
-            raise ValueError(f"Invalid batch_dim: {batch_dim!r}. It must be 0 or more.")
+        if not (is_integer(batch_dim) and batch_dim >= 0):
+            raise ValueError(f"Invalid batch_dim: {batch_dim!r}. It must be an integer, 0 or more.")
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -70,7 +80,8 @@ class Curvature(Generic[Model]):
     def measure(self, batch: Any) -> bool:
         """Measure the curvature on a slice of the batch, if a measurement is due.
 
-        Call it before ``optimizer.step()``, which uses the measurement.
+        Call it before ``optimizer.step()``, which uses the measurement. Save checkpoints after the step: a measurement
+        that no step has used yet is not part of the optimizer's state.
 
         Args:
             batch: What ``loss_fn`` takes: tensors, or tuples, lists and dicts of them.
@@ -91,7 +102,8 @@ class Curvature(Generic[Model]):
             loss = self.loss_fn(self.model, part)
             _check(loss)
             params = self.optimizer.measured_parameters()
-            gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+            with explained():
+                gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
             if all(gradient is None for gradient in gradients):
                 raise CurvatureError("the loss depends on none of the optimizer's parameters: is this its model?")
             self.optimizer.measure_gradients(gradients)
@@ -99,9 +111,13 @@ class Curvature(Generic[Model]):
 
 
 def _check(loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise CurvatureError(f"loss_fn must return a real scalar, but returned {found}: reduce it with .mean()")
+    if not isinstance(loss, Tensor):
+        raise CurvatureError(f"loss_fn must return the loss alone, as a tensor, but returned a {type(loss).__name__}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise CurvatureError(
+            f"loss_fn must return a real scalar, but returned a {loss.dtype} tensor of shape {tuple(loss.shape)}: "
+            "reduce it with .mean()"
+        )
     if not loss.requires_grad:
         raise CurvatureError(
             "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "

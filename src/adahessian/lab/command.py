@@ -30,7 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
         sys.exit(1)
-    command.run()
+    try:
+        command.run()
+    except KeyboardInterrupt:
+        print("adahessian: stopped", file=sys.stderr)
+        sys.exit(130)
 
 
 def _parse(arguments: Sequence[str] | None) -> Command:
