@@ -58,7 +58,8 @@ def plot_digits(runs: Mapping[str, Sequence[Sequence[Epoch]]], path: Path) -> No
             for axes, x in ((by_epoch, np.arange(1, losses.shape[1] + 1)), (by_time, seconds)):
                 axes.plot(x, middle, line, color=colour, label=name)
                 axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.13, linewidth=0)
-        by_epoch.set(title="Training loss by epoch", xlabel="epoch", ylabel="cross-entropy on the training digits")
+        by_epoch.set(title="Training loss by epoch", xlabel="epoch: geometric mean of the seeds, and their range")
+        by_epoch.set_ylabel("cross-entropy on the training digits")
         by_epoch.set_yscale("log")
         by_epoch.xaxis.get_major_locator().set_params(integer=True)
         by_time.set(title="The same by time", xlabel="seconds of training (rough)")
