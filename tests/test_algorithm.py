@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import reference
-from adahessian import AdaHessian
+from adahessian import AdaHessian, averaging
 from cases import CONVOLUTION, CONVOLUTION_1D, CONVOLUTION_3D, MLP, Case, exact_derivatives, flat_parameters, train
 
 WAYS = ["object", "graph", "closure"]
@@ -148,3 +148,20 @@ def test_a_beta2_close_to_one_keeps_its_digits_in_float32():
         optimizer.feed_curvature({param: torch.full((2,), value)})
         optimizer.step()
     torch.testing.assert_close(optimizer.state[param]["hessian_rms"], torch.full((2,), math.sqrt(5)))
+
+
+@pytest.mark.parametrize("block_size", [4, 7])
+def test_large_tensors_take_the_step_of_small_ones(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are updated through views instead of copies."""
+    finals = []
+    for small in (0, 1 << 16):
+        monkeypatch.setattr(averaging, "_SMALL", small)
+        averaging.blocks_of.cache_clear()
+        for foreach in (False, True):
+            model = CONVOLUTION.model()
+            optimizer = AdaHessian(model.parameters(), block_size=block_size, blocks="row", foreach=foreach)
+            train(CONVOLUTION, model, optimizer, CONVOLUTION.batch(), 5, "object")
+            finals.append(flat_parameters(model))
+    averaging.blocks_of.cache_clear()
+    for final in finals[1:]:
+        torch.testing.assert_close(final, finals[0], rtol=1e-12, atol=1e-12)

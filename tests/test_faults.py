@@ -166,7 +166,7 @@ def test_blocks_that_change_under_way_are_refused_before_the_step():
     quadratic_step(optimizer, param)
     before = param.detach().clone()
     optimizer.param_groups[0]["block_size"] = 3
-    with pytest.raises(RuntimeError, match=re.escape("has the shape (4, 3, 1), but needs (4, 2, 1)")):
+    with pytest.raises(RuntimeError, match=re.escape("has the shape (4, 3), but needs (4, 2)")):
         quadratic_step(optimizer, param)
     assert torch.equal(param, before)
 

@@ -64,9 +64,9 @@ def test_the_optimizer_takes_them():
     shapes = {name: optimizer.state[param]["hessian_rms"].shape for name, param in model.named_parameters()}
     assert shapes["patches.weight"] == (8, 3, 1, 1)
     assert shapes["up.weight"] == (8, 4, 1)
-    assert shapes["positions"] == (1, 16, 2, 1)
-    assert shapes["experts"] == (2, 8, 2, 1)
-    assert shapes["norm.weight"] == (2, 2, 1)
+    assert shapes["positions"] == (1, 16, 2)
+    assert shapes["experts"] == (2, 8, 2)
+    assert shapes["norm.weight"] == (2, 2)
     assert shapes["head.bias"] == (5,)
 
 

@@ -10,6 +10,7 @@ block is stored once and brought back to the elements by broadcasting.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, get_args
@@ -22,6 +23,9 @@ Averaging = Literal["magnitude", "signed"]
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 AVERAGINGS: tuple[str, ...] = get_args(Averaging)
+
+# Below so many elements, one copy costs less than the views that would save it.
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,34 +42,42 @@ class Blocks:
 
     @cached_property
     def block_shape(self) -> tuple[int, ...]:
-        """Shape of a tensor that holds one value a block, with dimensions of one where a block has its elements."""
+        """Shape of a tensor that holds one value a block."""
         if self.kernel_dims:
             return self.shape[: -self.kernel_dims] + (1,) * self.kernel_dims
-        if self._remainder:
-            return (*self.shape[:-1], self.shape[-1] // self.row_length + 1)
-        return self.shape if self._view_shape is None else (*self._view_shape[:-1], 1)
+        if self.row_length > 1:
+            return (*self.shape[:-1], math.ceil(self.shape[-1] / self.row_length))
+        return self.shape
 
     @cached_property
     def _remainder(self) -> int:
         """Length of the last, shorter block of each row; 0 if there is none."""
-        return self.shape[-1] % self.row_length if self.row_length > 1 else 0
+        return self.shape[-1] % self.row_length
 
     @cached_property
-    def _view_shape(self) -> tuple[int, ...] | None:
-        """Rows of whole blocks with a dimension for the block; None where the tensor is taken as it is."""
-        if self.row_length == 1 or self._remainder:
+    def _small(self) -> bool:
+        return math.prod(self.shape) < _SMALL
+
+    @cached_property
+    def _rows_of_blocks(self) -> tuple[int, ...] | None:
+        """The shape with a dimension for the elements of a block; None where the tensor is better taken as it is."""
+        if self.row_length == 1 or self._remainder or self._small:
             return None
         return (*self.shape[:-1], self.shape[-1] // self.row_length, self.row_length)
 
     def view(self, elements: Tensor) -> Tensor:
         """A full tensor, viewed so that the result of :meth:`expand` broadcasts against it."""
-        return elements if self._view_shape is None else elements.view(self._view_shape)
+        return elements if self._rows_of_blocks is None else elements.view(self._rows_of_blocks)
 
     def expand(self, values: Tensor) -> Tensor:
         """One value a block, in a shape that broadcasts against the result of :meth:`view`."""
-        if self._remainder:
-            return values.repeat_interleave(self.row_length, dim=-1).narrow(-1, 0, self.shape[-1])
-        return values
+        if self.row_length == 1:
+            return values
+        if self._rows_of_blocks is not None:
+            return values.unsqueeze(-1)
+        if self._small:
+            return values.index_select(-1, _block_numbers(self.shape[-1], self.row_length, values.device))
+        return values.repeat_interleave(self.row_length, dim=-1).narrow(-1, 0, self.shape[-1])
 
     def average(self, diagonal: Tensor, averaging: Averaging) -> Tensor:
         """The mean of each block: of ``|D|`` (magnitude, the authors' code) or of ``D`` (signed, the paper)."""
@@ -75,11 +87,15 @@ class Blocks:
             return diagonal.mean(dim=tuple(range(-self.kernel_dims, 0)), keepdim=True)
         if self.row_length == 1:
             return diagonal
-        if not self._remainder:
-            return self.view(diagonal).mean(-1, keepdim=True)
         whole, rest = diagonal.tensor_split([self.shape[-1] - self._remainder], dim=-1)
         means = whole.reshape(*whole.shape[:-1], -1, self.row_length).mean(-1)
-        return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1)
+        return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1) if self._remainder else means
+
+
+@lru_cache(maxsize=1024)
+def _block_numbers(length: int, row_length: int, device: torch.device) -> Tensor:
+    """The number of the block that each element of a row belongs to."""
+    return torch.arange(length, device=device) // row_length
 
 
 @lru_cache(maxsize=65536)
@@ -92,8 +108,6 @@ def blocks_of(shape: torch.Size, layout: Layout, block_size: int, *, parts: int 
 
     >>> blocks_of(torch.Size([16, 3, 3, 3]), "auto", 32).block_shape
     (16, 3, 1, 1)
-    >>> blocks_of(torch.Size([4, 10]), "auto", 5).block_shape
-    (4, 2, 1)
     >>> blocks_of(torch.Size([4, 10]), "auto", 4).block_shape
     (4, 3)
     """
