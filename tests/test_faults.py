@@ -1,7 +1,6 @@
-"""Bad input, and what must just work although it is unusual."""
+"""Bad input and faults: a clear error before anything is changed, or nothing lost."""
 
 import copy
-import gc
 import math
 import re
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from adahessian import AdaHessian, Curvature, CurvatureError
-from cases import CONVOLUTION, MLP, flat_parameters, train
+from cases import MLP, flat_parameters, train
 
 
 def quadratic_step(optimizer, *params, power=2):
@@ -232,126 +231,6 @@ def test_a_nan_gradient_behaves_as_in_adamw():
     assert results[0] == results[1] == [[True, False], [False, False]]
 
 
-def test_unused_parameters_stay_and_join_later():
-    used, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AdaHessian([used, late], lr=0.1)
-    quadratic_step(optimizer, used)
-    assert late not in optimizer.state
-    quadratic_step(optimizer, used, late)
-    assert optimizer.state[late]["step"] == 1
-    assert optimizer.state[late]["hessian_rms"].eq(2).all()
-    assert not late.eq(1).any()
-
-
-def test_a_parameter_unused_in_the_measured_slice_stands_still_until_measured():
-    """Its curvature is unknown, not zero: dividing by eps would throw it away."""
-    used, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    model = nn.ParameterList([used, other])
-    optimizer = AdaHessian(model.parameters(), update_every=2)
-    Curvature(model, lambda model, _: model[0].square().sum(), optimizer).measure(None)
-    used.grad = other.grad = torch.ones(3)
-    optimizer.step()
-    assert other.eq(1).all()
-    assert not used.eq(1).any()
-    optimizer.step()
-    quadratic_step(optimizer, used, other)
-    assert not other.eq(1).any()
-
-
-@pytest.mark.parametrize("way", ["object", "graph"])
-def test_a_parameter_in_which_the_loss_is_linear_has_curvature_zero(way):
-    linear, curved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    model = nn.ParameterList([linear, curved])
-    optimizer = AdaHessian(model.parameters(), lr=0.1, eps=0.5)
-
-    def loss_fn(model, _):
-        return model[0].sum() + model[1].square().sum()
-
-    if way == "object":
-        Curvature(model, loss_fn, optimizer).measure(None)
-    loss_fn(model, None).backward(create_graph=optimizer.curvature_due)
-    optimizer.step()
-    assert optimizer.state[linear]["hessian_rms"].eq(0).all()
-    assert optimizer.state[curved]["hessian_rms"].eq(2).all()
-    torch.testing.assert_close(linear, torch.full((3,), 1 - 0.1 / 0.5))
-
-
-def test_a_loss_linear_in_everything_is_measured_as_flat():
-    model = nn.Linear(3, 1)
-    optimizer = AdaHessian(model.parameters(), lr=0.1, eps=1.0)
-    curvature = Curvature(model, lambda model, x: model(x).mean(), optimizer)
-    assert curvature.measure(torch.ones(2, 3))
-    model(torch.ones(2, 3)).mean().backward()
-    optimizer.step()
-    assert optimizer.state[model.weight]["hessian_rms"].eq(0).all()
-
-
-def test_shared_parameters_count_once():
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
-    model[1].weight = model[0].weight
-    optimizer = AdaHessian(model.parameters(), lr=0.5, eps=0.0)
-    weight = model[0].weight.detach().clone()
-    model(torch.ones(1, 1, dtype=torch.float64)).square().sum().backward(create_graph=True)  # w^4
-    optimizer.step()
-    assert len(optimizer.state) == 1
-    torch.testing.assert_close(optimizer.state[model[0].weight]["hessian_rms"], 12 * weight**2)
-    torch.testing.assert_close(model[0].weight.detach(), weight - 0.5 * weight / 3)
-
-
-def test_frozen_and_thawed_parameters():
-    model, batch = MLP.model(), MLP.batch()
-    optimizer = AdaHessian(model.parameters(), lr=0.01)
-    model[0].requires_grad_(False)
-    before = model[0].weight.detach().clone()
-    train(MLP, model, optimizer, batch, 2, "object")
-    assert torch.equal(model[0].weight, before)
-    model[0].requires_grad_(True)
-    train(MLP, model, optimizer, batch, 2, "graph")
-    assert not torch.equal(model[0].weight, before)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (2, 3, 4), (2, 3, 2, 2, 2), (2, 1, 1, 3, 1, 2)], ids=str)
-@pytest.mark.parametrize("foreach", [False, True])
-def test_tensors_of_every_rank(shape, foreach):
-    param, other = nn.Parameter(torch.full(shape, 2.0)), nn.Parameter(torch.ones(2))
-    optimizer = AdaHessian([param, other], block_size=2, foreach=foreach, weight_decay=0.1)
-    for _ in range(3):
-        quadratic_step(optimizer, param, other)
-    assert param.isfinite().all()
-
-
-def test_parameters_in_other_memory_layouts():
-    finals = []
-    for format in (torch.contiguous_format, torch.channels_last):
-        model = CONVOLUTION.model().to(memory_format=format)
-        optimizer = AdaHessian(model.parameters(), lr=0.01)
-        train(CONVOLUTION, model, optimizer, CONVOLUTION.batch(), 5, "object")
-        finals.append(flat_parameters(model))
-    torch.testing.assert_close(*finals)
-
-
-def live_tensors():
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-def test_no_live_graph_and_flat_memory_over_200_steps():
-    """With the collector off, whatever a cycle keeps alive piles up."""
-    model, batch = MLP.model(torch.float32), MLP.batch(torch.float32)
-    for way in ("graph", "closure", "object"):
-        optimizer = AdaHessian(model.parameters(), lr=1e-3, update_every=2)
-        train(MLP, model, optimizer, batch, 5, way)
-        gc.collect()
-        gc.disable()
-        try:
-            before = live_tensors()
-            train(MLP, model, optimizer, batch, 200, way)
-            after = live_tensors()
-        finally:
-            gc.enable()
-        assert after <= before, way
-        assert all(param.grad.grad_fn is None for param in model.parameters())
-
-
 def test_clipping_acts_on_the_gradient_and_not_on_the_curvature():
     rms = []
     for clip in (False, True):
@@ -363,53 +242,6 @@ def test_clipping_acts_on_the_gradient_and_not_on_the_curvature():
         optimizer.step()
         rms.append([state["hessian_rms"] for state in optimizer.state.values()])
     torch.testing.assert_close(*rms, rtol=0, atol=0)
-
-
-def test_no_synchronisation_is_asked_for_in_an_ordinary_step(monkeypatch):
-    """Reading a value off a tensor of the model waits for its device; the host's own step counts may be read."""
-    model, batch = MLP.model(), MLP.batch()
-    optimizer = AdaHessian(model.parameters(), update_every=100)
-    train(MLP, model, optimizer, batch, 1, "object")
-    MLP.loss(model, batch).backward()
-    allowed = {id(state["step"]) for state in optimizer.state.values()}
-    for reader in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        original = getattr(torch.Tensor, reader)
-
-        def guarded(self, *args, _original=original, **kwargs):
-            assert id(self) in allowed, "a tensor was read on the host"
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, reader, guarded)
-    optimizer.step()
-
-
-def test_a_gradient_that_depends_on_foreign_parameters_only_is_flat():
-    """Two optimizers on one model: d(a w)/da = w carries a graph, but none of it leads back to a."""
-    mine, foreign = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AdaHessian([mine], lr=0.1, eps=0.5)
-    (mine * foreign**2).sum().backward(create_graph=True)
-    optimizer.step()
-    assert optimizer.state[mine]["hessian_rms"].eq(0).all()
-    torch.testing.assert_close(mine.detach(), torch.full((3,), 1 - 0.1 / 0.5))
-
-
-def test_no_synchronisation_is_asked_for_in_a_step_that_measures(monkeypatch):
-    param = nn.Parameter(torch.ones(4, 6))
-    optimizer = AdaHessian([param], block_size=4)
-    param.grad = torch.ones(4, 6)
-    optimizer.feed_curvature({param: torch.ones(4, 6)})
-    optimizer.step()
-    allowed = {id(optimizer.state[param]["step"])}
-    optimizer.feed_curvature({param: torch.full((4, 6), math.nan)})
-    for reader in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-        original = getattr(torch.Tensor, reader)
-
-        def guarded(self, *args, _original=original, **kwargs):
-            assert id(self) in allowed, "a tensor was read on the host"
-            return _original(self, *args, **kwargs)
-
-        monkeypatch.setattr(torch.Tensor, reader, guarded)
-    optimizer.step()
 
 
 def test_settings_that_are_bools_are_refused():
@@ -429,54 +261,6 @@ def test_lr_zero_on_a_fresh_optimizer_needs_no_curvature(lr):
     assert optimizer.curvature_due
 
 
-def test_a_group_added_after_the_measurement_is_measured_too():
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = AdaHessian([first], update_every=10)
-    optimizer.feed_curvature({first: torch.ones(2)})
-    optimizer.add_param_group({"params": [second]})
-    assert optimizer.curvature_due
-    quadratic_step(optimizer, first, second)
-    assert optimizer.state[second]["hessian_rms"].eq(2).all()
-
-
-@pytest.mark.parametrize("settings", [{"update_every": 10}, {"update_every": 10, "block_size": 2}], ids=str)
-def test_rows_that_no_measurement_has_touched_take_no_step(settings):
-    """Their curvature is unknown, not zero. With eps for a denominator they would be thrown away."""
-    embedding = nn.Embedding(5, 4)
-    before = embedding.weight.detach().clone()
-    optimizer = AdaHessian(embedding.parameters(), **settings)
-
-    def loss_fn(model, words):
-        return (model(words) ** 4).mean()
-
-    curvature = Curvature(embedding, loss_fn, optimizer, batch_fraction=0.5)
-    for step in range(11):
-        words = torch.tensor([0, 1, 2, 3] if step < 10 else [2, 0, 1, 3])
-        curvature.measure(words)
-        optimizer.zero_grad()
-        loss_fn(embedding, words).backward()
-        optimizer.step()
-        moved = (embedding.weight.detach() - before).ne(0).any(dim=1)
-        # Words 0 and 1 are in the first slice, 2 in the second; 3 is in the batch only, and 4 nowhere.
-        assert moved.tolist() == [True, True, step == 10, False, False]
-        assert (embedding.weight - before).abs().max() < 1
-
-
-def test_a_row_that_is_seen_late_has_the_momentum_of_the_formula():
-    """Where it took no part, its curvature counts as zero, once it has been measured at all."""
-    table = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-    optimizer = AdaHessian([table], betas=(0.9, 0.5))
-    for rows in ([0], [0], [0, 1], [0]):
-        optimizer.zero_grad()
-        (table[rows] ** 2).sum().backward(create_graph=True)
-        optimizer.step()
-    squares = [0.0, 0.0, 4.0, 0.0]
-    expected = sum(0.5 * 0.5 ** (3 - i) * square for i, square in enumerate(squares)) / (1 - 0.5**4)
-    rms = optimizer.state[table]["hessian_rms"]
-    torch.testing.assert_close(rms[1], torch.full((3,), math.sqrt(expected), dtype=torch.float64))
-    torch.testing.assert_close(rms[0], torch.full((3,), 2.0, dtype=torch.float64))
-
-
 def test_a_failing_step_does_not_use_its_measurement_twice():
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = AdaHessian([{"params": [param]} for param in params])
@@ -487,15 +271,6 @@ def test_a_failing_step_does_not_use_its_measurement_twice():
         with pytest.raises(RuntimeError):
             optimizer.step()
     assert optimizer.state[params[0]]["hessian_age"] == 2
-
-
-def test_a_parameter_frozen_after_backward_keeps_no_graph():
-    model, batch = MLP.model(), MLP.batch()
-    optimizer = AdaHessian(model.parameters())
-    MLP.loss(model, batch).backward(create_graph=True)
-    model[0].requires_grad_(False)
-    optimizer.step()
-    assert all(not param.grad.requires_grad for param in model.parameters())
 
 
 def test_foreign_entries_in_the_state_do_not_disturb():

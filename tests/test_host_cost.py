@@ -1,0 +1,72 @@
+"""What a step may not cost: waiting for the device, and memory that grows."""
+
+import gc
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adahessian import AdaHessian
+from cases import MLP, train
+
+
+@pytest.fixture
+def forbid_reads(monkeypatch):
+    """Forbids reading values off tensors, which waits for their device; a few may be allowed."""
+
+    def forbid(allowed):
+        numbers = {id(tensor) for tensor in allowed}
+        for reader in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
+            original = getattr(torch.Tensor, reader)
+
+            def guarded(self, *args, _original=original, **kwargs):
+                assert id(self) in numbers, "a tensor was read on the host"
+                return _original(self, *args, **kwargs)
+
+            monkeypatch.setattr(torch.Tensor, reader, guarded)
+
+    return forbid
+
+
+def live_tensors():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_no_live_graph_and_flat_memory_over_200_steps():
+    """With the collector off, whatever a cycle keeps alive piles up."""
+    model, batch = MLP.model(torch.float32), MLP.batch(torch.float32)
+    for way in ("graph", "closure", "object"):
+        optimizer = AdaHessian(model.parameters(), lr=1e-3, update_every=2)
+        train(MLP, model, optimizer, batch, 5, way)
+        gc.collect()
+        gc.disable()
+        try:
+            before = live_tensors()
+            train(MLP, model, optimizer, batch, 200, way)
+            after = live_tensors()
+        finally:
+            gc.enable()
+        assert after <= before, way
+        assert all(param.grad.grad_fn is None for param in model.parameters())
+
+
+def test_no_synchronisation_is_asked_for_in_an_ordinary_step(forbid_reads):
+    """The step counts are on the host, and may be read."""
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters(), update_every=100)
+    train(MLP, model, optimizer, batch, 1, "object")
+    MLP.loss(model, batch).backward()
+    forbid_reads(allowed=[state["step"] for state in optimizer.state.values()])
+    optimizer.step()
+
+
+def test_no_synchronisation_is_asked_for_in_a_step_that_measures(forbid_reads):
+    param = nn.Parameter(torch.ones(4, 6))
+    optimizer = AdaHessian([param], block_size=4)
+    param.grad = torch.ones(4, 6)
+    optimizer.feed_curvature({param: torch.ones(4, 6)})
+    optimizer.step()
+    optimizer.feed_curvature({param: torch.full((4, 6), math.nan)}, {param: torch.ones(4, 6)})
+    forbid_reads(allowed=[optimizer.state[param]["step"]])
+    optimizer.step()
