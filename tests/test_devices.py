@@ -122,3 +122,16 @@ def test_low_precision(device, dtype):
     before = MLP.loss(model, batch).item()
     train(MLP, model, AdaHessian(model.parameters(), lr=0.01, eps=1e-2), batch, 30, "object")
     assert MLP.loss(model, batch).item() < before
+
+
+@on_accelerators
+def test_recurrent_layers_are_measured_without_cudnn(device):
+    diagonals = []
+    for place in (torch.device("cpu"), device):
+        torch.manual_seed(0)
+        model = nn.LSTM(4, 3, dtype=torch.float64).to(place)
+        x = torch.randn(5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(place)
+        optimizer = AdaHessian(model.parameters())
+        optimizer.feed_curvature = lambda diagonal, gradients: diagonals.append([d.cpu() for d in diagonal.values()])
+        assert Curvature(model, lambda model, x: model(x)[0].square().mean(), optimizer).measure(x)
+    torch.testing.assert_close(*diagonals)

@@ -437,7 +437,7 @@ def test_weight_norm_is_refused():
     [
         ("derivative for '_flash_attention_backward' is not implemented", "SDPBackend.MATH"),
         ("derivative for 'aten::_cudnn_rnn_backward' is not implemented", "cudnn.flags"),
-        ("torch.compile with aot_autograd does not currently support double backward", "_orig_mod"),
+        ("torch.compile with aot_autograd does not currently support double backward", "as they were written"),
         ("Trying to backward through the graph a second time", "once a step"),
         ("something else", "replace the operation"),
     ],
@@ -454,3 +454,35 @@ def test_arguments_in_the_wrong_place_are_named():
         Curvature(MLP.loss, model, optimizer)
     with pytest.raises(TypeError, match="but got Sequential, method, AdamW"):
         Curvature(model, MLP.loss, torch.optim.AdamW(model.parameters()))
+
+
+def test_cudnn_is_off_for_recurrent_models_only():
+    for model, expected in ((nn.LSTM(4, 3), False), (nn.Linear(4, 3), True)):
+        seen = []
+
+        def loss_fn(model, x, seen=seen):
+            seen.append(torch.backends.cudnn.enabled)
+            output = model(x)
+            return (output[0] if isinstance(output, tuple) else output).square().mean()
+
+        assert Curvature(model, loss_fn, AdaHessian(model.parameters())).measure(torch.randn(5, 2, 4))
+        assert seen == [expected]
+        assert torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_models_are_measured_as_they_were_written(in_place):
+    model, (x, y) = MLP.model(), MLP.batch()
+    compiled = model
+    if in_place:
+        model.compile(backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    found = []
+    for measured in (compiled, MLP.model()):
+        optimizer = AdaHessian(measured.parameters())
+        optimizer.feed_curvature = lambda diagonal, gradients: found.append(list(diagonal.values()))
+        MLP.loss(measured, (x, y)).backward()  # compiles
+        assert Curvature(measured, MLP.loss, optimizer).measure((x, y))
+    torch.testing.assert_close(*found)

@@ -12,17 +12,18 @@ import torch
 _REMEDIES = (
     (
         r"scaled_dot_product|_flash_attention|_efficient_attention",
-        "run the model under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due, or let "
-        "adahessian.Curvature measure, which does so by itself",
+        "let adahessian.Curvature measure, which takes the math kernel by itself, or run the model under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due",
     ),
     (
-        r"cudnn_rnn|_cudnn_rnn",
-        "run the model under torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
+        r"cudnn_rnn",
+        "let adahessian.Curvature measure, which does without cuDNN by itself, or run the model under "
+        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
     ),
     (
         r"aot_autograd|torch\.compile",
-        "give the uncompiled model to adahessian.Curvature (a compiled model keeps it as model._orig_mod) and keep the "
-        "compiled one for the gradient",
+        "let adahessian.Curvature measure, which runs compiled models as they were written, and keep the compiled one "
+        "for the gradient",
     ),
     (
         r"Trying to backward through the graph a second time|modified by an inplace operation",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import slice_batch
 from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.graph import check_twice_differentiable
@@ -97,8 +97,7 @@ class Curvature(Generic[Model]):
         if not self.optimizer.curvature_due:
             return False
         part = slice_batch(batch, self.batch_fraction, self.batch_dim)
-        # Fused attention has no second derivative; the math kernel has.
-        with torch.enable_grad(), untouched(self.model), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), untouched(self.model), twice_differentiable(self.model):
             loss = self.loss_fn(self.model, part)
             _check(loss)
             params = self.optimizer.measured_parameters()
