@@ -21,7 +21,7 @@ _REMEDIES = (
         "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
     ),
     (
-        r"aot_autograd|torch\.compile",
+        r"aot_autograd|torch\.compile|donated buffer",
         "let adahessian.Curvature measure, which runs compiled models as they were written, and keep the compiled one "
         "for the gradient",
     ),
