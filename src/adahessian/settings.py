@@ -44,7 +44,7 @@ def validate(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be one of {', '.join(choices)}.")
 
 
-def _validate_lr(lr: object, *, foreach: bool | None, capturable: bool) -> None:
+def _validate_lr(lr: Any, *, foreach: bool | None, capturable: bool) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element, but has the shape {tuple(lr.shape)}.")
@@ -52,7 +52,7 @@ def _validate_lr(lr: object, *, foreach: bool | None, capturable: bool) -> None:
             raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True")
     elif not is_number(lr):
         raise ValueError(f"Invalid learning rate: {lr!r}. It must be a float or a tensor of one element.")
-    if not lr >= 0:  # type: ignore[operator]
+    if not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}. It must be 0 or more.")
 
 

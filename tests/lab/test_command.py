@@ -34,3 +34,16 @@ def test_settings_become_options(monkeypatch, tmp_path):
     monkeypatch.setattr(Demo, "run", lambda self: ran.append(self))
     command.main(["demo", "--seeds", "3", "--output", str(tmp_path)])
     assert ran == [Demo(seeds=3, output=tmp_path)]
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    from adahessian.lab.demo import Demo
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Demo, "run", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["demo"])
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "adahessian: stopped\n"

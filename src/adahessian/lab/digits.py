@@ -125,7 +125,7 @@ def train(contender: Contender, *, seed: int, training: Examples, held_out: Exam
             if curvature is not None:
                 curvature.measure(batch)
             optimizer.zero_grad()
-            mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            mean_loss(model, batch).backward()
             optimizer.step()
             schedule.step()
         train_seconds += time.perf_counter() - started
