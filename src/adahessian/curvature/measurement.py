@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from adahessian.curvature.backends import twice_differentiable
-from adahessian.curvature.batches import slice_batch
 from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.isolation import untouched
-from adahessian.settings import is_integer, is_number
+from adahessian.curvature.passes import CurvaturePass, Model
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
 
-Model = TypeVar("Model", bound=nn.Module)
 
-
-class Curvature(Generic[Model]):
+class Curvature(CurvaturePass[Model]):
     """Measures the curvature of a loss for an optimizer, in a pass of its own.
 
     The gradient's path stays as it is. The pass leaves gradients, buffers (batch-norm statistics), train and eval modes
@@ -61,42 +58,10 @@ class Curvature(Generic[Model]):
         batch_fraction: float = 1.0,
         batch_dim: int = 0,
     ) -> None:
-        if not isinstance(model, nn.Module) or not callable(loss_fn) or not hasattr(optimizer, "feed_curvature"):
-            found = ", ".join(type(each).__name__ for each in (model, loss_fn, optimizer))
-            raise TypeError(
-                "Curvature takes (model, loss_fn, optimizer): a torch.nn.Module, a function of the model and a batch, "
-                f"and an AdaHessian, but got {found}"
-            )
-        if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
-            raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")
-        if not (is_integer(batch_dim) and batch_dim >= 0):
-            raise ValueError(f"Invalid batch_dim: {batch_dim!r}. It must be an integer, 0 or more.")
-        self.model = model
+        super().__init__(model, loss_fn, optimizer, batch_fraction=batch_fraction, batch_dim=batch_dim)
         self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.batch_fraction = batch_fraction
-        self.batch_dim = batch_dim
 
-    def measure(self, batch: Any) -> bool:
-        """Measure the curvature on a slice of the batch, if a measurement is due.
-
-        Call it before ``optimizer.step()``, which uses the measurement. Save checkpoints after the step: a measurement
-        that no step has used yet is not part of the optimizer's state.
-
-        Args:
-            batch: What ``loss_fn`` takes: tensors, or tuples, lists and dicts of them.
-
-        Returns:
-            Whether it measured.
-
-        Raises:
-            CurvatureError: If the loss is not a scalar or depends on no parameter, or if an operation cannot be
-                differentiated twice. Nothing has changed then.
-            ValueError: If the batch cannot be sliced.
-        """
-        if not self.optimizer.curvature_due:
-            return False
-        part = slice_batch(batch, self.batch_fraction, self.batch_dim)
+    def _measure(self, part: Any) -> None:
         with torch.enable_grad(), untouched(self.model), twice_differentiable(self.model):
             loss = self.loss_fn(self.model, part)
             _check(loss)
@@ -106,7 +71,6 @@ class Curvature(Generic[Model]):
             if all(gradient is None for gradient in gradients):
                 raise CurvatureError("the loss depends on none of the optimizer's parameters: is this its model?")
             self.optimizer.measure_gradients(gradients)
-        return True
 
 
 def _check(loss: object) -> None:
