@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ Averaging = Literal["magnitude", "signed"]
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 AVERAGINGS: tuple[str, ...] = get_args(Averaging)
+
+# The estimate of a block that took no part in the measured loss; all others are magnitudes.
+UNTOUCHED = -1.0
 
 # Below so many elements, one copy costs less than the views that would save it.
 _SMALL = 1 << 16
@@ -90,6 +93,28 @@ class Blocks:
         whole, rest = diagonal.tensor_split([self.shape[-1] - self._remainder], dim=-1)
         means = whole.reshape(*whole.shape[:-1], -1, self.row_length).mean(-1)
         return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1) if self._remainder else means
+
+    def estimate(self, diagonal: Tensor, gradient: Tensor | None, averaging: Averaging) -> Estimate:
+        """What a measured diagonal, and the gradient of the same loss, say about each block.
+
+        A block whose gradient and curvature are all exactly zero took no part in the loss: its curvature is unknown.
+        Without a gradient every block counts as measured.
+        """
+        values = self.average(diagonal, averaging).abs()
+        if gradient is not None:
+            touched = diagonal.ne(0) | gradient.ne(0)
+            values = values.masked_fill(self.average(touched.to(diagonal), "magnitude").eq(0), UNTOUCHED)
+        return Estimate(values, values.square().isfinite().all().logical_not())
+
+
+class Estimate(NamedTuple):
+    """A measured curvature."""
+
+    values: Tensor
+    """The magnitude of each block's average; :data:`UNTOUCHED` where the loss did not depend on the block."""
+
+    not_finite: Tensor
+    """Whether any of them, squared, is infinite or NaN: then the whole of it is to be dropped."""
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +12,24 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
+from adahessian import fused as kernels
 from adahessian import state as states
-from adahessian.averaging import Averaging, Blocks, Layout
+from adahessian.averaging import Averaging, Blocks, Estimate, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal
-from adahessian.curvature.probes import ProbeKey, rademacher_like
+from adahessian.curvature.probes import ProbeKey, as_int64, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
+from adahessian.fused import FusedTensors
 from adahessian.settings import Beta2Per, validate
 from adahessian.state import Group, State
 from adahessian.update import update_hessian_rms, update_parameters
 
-# For each parameter the average of each block, and which blocks took no part in the measured loss.
-Measurement = dict[Tensor, tuple[Tensor, Tensor | None]]
+Measurement = dict[Tensor, Estimate]
+# Lists of parameters whose tables are kept: those of each group, of a measurement and of a draw, and then some.
+_TABLES = 64
+# A parameter, its group, and its position among all parameters.
+Member = tuple[Tensor, Group, int]
 
 
 @dataclass
@@ -34,6 +40,17 @@ class _Stepping:
     params: list[Tensor]
     states: list[State | None]
     blocks: list[Blocks]
+
+    def only(self, chosen: list[int]) -> _Stepping:
+        """Some of the parameters."""
+        if len(chosen) == len(self.params):
+            return self
+        lists: tuple[list[Any], ...] = (self.params, self.states, self.blocks)
+        return _Stepping(self.group, *([each[i] for i in chosen] for each in lists))
+
+    def member(self, i: int) -> Member:
+        """A parameter as :meth:`AdaHessian._parameters` gives it; the position is of no account in a step."""
+        return self.params[i], self.group, 0
 
 
 class AdaHessian(Optimizer):
@@ -79,6 +96,8 @@ class AdaHessian(Optimizer):
         seed: Seed of the probes. No random generator is read or advanced.
         maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors at a time; None leaves it to the device.
+        fused: Update all tensors by one kernel, and measure with kernels too; on CUDA, where Triton compiles them. None
+            does so wherever it can be done and neither ``foreach`` nor ``capturable`` is asked for.
         capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. When a
             measurement is due is counted on the host, by calls of ``step``, which replays are not.
 
@@ -100,6 +119,7 @@ class AdaHessian(Optimizer):
     _measurement: Measurement | None
     _overdue_warned: bool
     _dropped_seen: int
+    _tables: dict[object, FusedTensors]
 
     def __init__(
         self,
@@ -121,6 +141,7 @@ class AdaHessian(Optimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -139,6 +160,7 @@ class AdaHessian(Optimizer):
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
+            "fused": fused,
             # Counts rather than settings, kept in the groups because every kind of checkpoint keeps those: steps taken,
             # measurements used, and steps taken with the newest of them.
             "steps": 0,
@@ -176,17 +198,31 @@ class AdaHessian(Optimizer):
         """The parameters that a measurement is about: all that are not frozen, in the order of their groups."""
         return [param for param, _, _ in self._parameters() if param.requires_grad]
 
-    def draw_probes(self, probe: int) -> list[Tensor]:
+    def draw_probes(self, probe: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A Rademacher vector of the measurement that is due, in the shapes of :meth:`measured_parameters`.
 
         Args:
             probe: Number of the probe, from 0 to ``num_probes - 1``.
+            out: Contiguous tensors to put it in, of the parameters' dtypes; None makes new ones.
         """
-        return [
-            rademacher_like(param, ProbeKey(group["seed"], group["measurements"], position), probe)
-            for param, group, position in self._parameters()
-            if param.requires_grad
-        ]
+        measured = [each for each in self._parameters() if each[0].requires_grad]
+        fused, plain = self._split(measured)
+        signs = list(out) if out is not None else [torch.empty(0)] * len(measured)
+        for tensors, members in fused:
+            if out is None:
+                for i in members:
+                    signs[i] = torch.empty_like(measured[i][0], memory_format=torch.contiguous_format)
+            of_groups = [measured[i][1] for i in members]
+            keys = [as_int64(start_of(group["seed"], group["measurements"], probe)) for group in of_groups]
+            tensors.draw([signs[i] for i in members], keys)
+        drawn = rademacher_like(
+            [measured[i][0] for i in plain],
+            [ProbeKey(measured[i][1]["seed"], measured[i][1]["measurements"], measured[i][2]) for i in plain],
+            probe,
+        )
+        for i, sign in zip(plain, drawn, strict=True):
+            signs[i] = sign if out is None else signs[i].copy_(sign)
+        return signs
 
     def measure_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Measure the curvature by differentiating gradients once more; their graph is freed.
@@ -224,23 +260,30 @@ class AdaHessian(Optimizer):
         Raises:
             ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
         """
-        groups = {param: group for param, group, _ in self._parameters()}
+        members = {param: (param, group, position) for param, group, position in self._parameters()}
         for param, values in diagonal.items():
-            if param not in groups:
+            if param not in members:
                 raise ValueError(
                     f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
                 )
             if values.shape != param.shape:
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
+        measured = [members[param] for param in diagonal]
+        fused, plain = self._split(measured)
         self._measurement = {}
-        for param, values in diagonal.items():
-            blocks = states.blocks(param, groups[param])
-            values = as_reals(values.to(accumulation_dtype(param.dtype)))
-            untouched = None
-            if gradients is not None:
-                silent = values.eq(0) & as_reals(gradients[param]).eq(0)
-                untouched = blocks.average((~silent).to(values), "magnitude").eq(0)
-            self._measurement[param] = blocks.average(values, groups[param]["averaging"]), untouched
+        for tensors, numbers in fused:
+            params = [measured[i][0] for i in numbers]
+            of_params = tensors.average(
+                [diagonal[param].to(torch.float32) for param in params],
+                None if gradients is None else [gradients[param] for param in params],
+            )
+            self._measurement |= dict(zip(params, map(Estimate, *of_params), strict=True))
+        for param, group, _ in (measured[i] for i in plain):
+            self._measurement[param] = states.blocks(param, group).estimate(
+                as_reals(diagonal[param].to(accumulation_dtype(param.dtype))),
+                None if gradients is None else as_reals(gradients[param]),
+                group["averaging"],
+            )
 
     @property
     def dropped_measurements(self) -> int:
@@ -355,32 +398,61 @@ class AdaHessian(Optimizer):
         )
 
     def _step_group(self, part: _Stepping, measurement: Measurement | None) -> None:
-        group, params = part.group, part.params
-        count_step(group, measured=measurement is not None)
-        if not params:
+        count_step(part.group, measured=measurement is not None)
+        if not part.params:
             return
-        beta1, beta2 = group["betas"]
-        of_params = [state for state in part.states if state is not None]
-        steps = [state["step"] for state in of_params]
+        steps = [state["step"] for state in part.states if state is not None]
         # A number would be wrapped in a tensor anew for each step count on the host.
         torch._foreach_add_(steps, torch.ones(()) if steps[0].is_cpu else 1)
-        if measurement is not None:
-            for param, state in zip(params, of_params, strict=True):
-                if param in measurement:
-                    update_hessian_rms(
-                        state["hessian_rms"],
-                        state["hessian_age"],
-                        state["dropped"],
-                        *measurement[param],
-                        state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
-                        beta2=beta2,
-                    )
+        fused, plain = self._split([part.member(i) for i in range(len(part.params))], part.states)
+        for tensors, chosen in fused:
+            self._step_fused(tensors, part.only(chosen), measurement or {})
+        if plain:
+            self._step_plain(part.only(plain), measurement or {})
+
+    def _step_fused(self, tensors: FusedTensors, part: _Stepping, measurement: Measurement) -> None:
+        of_params = [state for state in part.states if state is not None]
+        rows = [_kernel_settings(part.group, state["step"].item()) for state in of_params]
+        measured = [i for i, param in enumerate(part.params) if param in measurement]
+        if measured:
+            among = tensors if len(measured) == len(rows) else self._table([part.member(i) for i in measured])
+            estimates = [measurement[part.params[i]] for i in measured]
+            among.fold(
+                [of_params[i]["hessian_rms"] for i in measured],
+                [of_params[i]["hessian_age"] for i in measured],
+                [of_params[i]["dropped"] for i in measured],
+                [estimate.values for estimate in estimates],
+                [estimate.not_finite for estimate in estimates],
+                [rows[i] for i in measured],
+            )
+        tensors.update(
+            part.params,
+            [param.grad for param in part.params if param.grad is not None],
+            [state["exp_avg"] for state in of_params],
+            [state["hessian_rms"] for state in of_params],
+            rows,
+        )
+
+    def _step_plain(self, part: _Stepping, measurement: Measurement) -> None:
+        group, params = part.group, part.params
+        beta1, beta2 = group["betas"]
+        of_params = [state for state in part.states if state is not None]
+        for param, state in zip(params, of_params, strict=True):
+            if param in measurement:
+                update_hessian_rms(
+                    state["hessian_rms"],
+                    state["hessian_age"],
+                    state["dropped"],
+                    measurement[param],
+                    state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
+                    beta2=beta2,
+                )
         update_parameters(
             [as_reals(param) for param in params],
             [as_reals(param.grad) for param in params if param.grad is not None],
             [as_reals(state["exp_avg"]) for state in of_params],
             [state["hessian_rms"] for state in of_params],
-            steps,
+            [state["step"] for state in of_params],
             part.blocks,
             lr=group["lr"],
             beta1=beta1,
@@ -449,8 +521,41 @@ class AdaHessian(Optimizer):
         self._measurement = None
         self._overdue_warned = False
         self._dropped_seen = 0
+        self._tables = {}
 
-    def _parameters(self) -> Iterator[tuple[Tensor, Group, int]]:
+    def _split(
+        self, members: Sequence[Member], of_members: Sequence[State | None] | None = None
+    ) -> tuple[list[tuple[FusedTensors, list[int]]], list[int]]:
+        """Which parameters the fused kernels take, in sets that share a launch, and which are left to plain code."""
+        sets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        plain = []
+        for i, (param, group, _) in enumerate(members):
+            state = of_members[i] if of_members is not None else None
+            if kernels.wanted(group, param) and kernels.can_take(param, states.blocks(param, group), state):
+                sets.setdefault((param.device, param.dtype), []).append(i)
+            else:
+                plain.append(i)
+        return [(self._table([members[i] for i in chosen]), chosen) for chosen in sets.values()], plain
+
+    def _table(self, members: Sequence[Member]) -> FusedTensors:
+        """Tables for parameters that share a launch, made once for each list of them."""
+        blocks = [states.blocks(param, group) for param, group, _ in members]
+        key = tuple(
+            (id(param), param.stride(), id(of), group["averaging"], position)
+            for (param, group, position), of in zip(members, blocks, strict=True)
+        )
+        if key not in self._tables:
+            if len(self._tables) > _TABLES:
+                self._tables.clear()
+            self._tables[key] = FusedTensors(
+                [param for param, _, _ in members],
+                blocks,
+                [group["averaging"] for _, group, _ in members],
+                [position for _, _, position in members],
+            )
+        return self._tables[key]
+
+    def _parameters(self) -> Iterator[Member]:
         """Each parameter with its group and its position among all of them, by which its probes are drawn.
 
         A complex parameter takes two positions, as the pair of real ones that it stands for.
@@ -460,6 +565,22 @@ class AdaHessian(Optimizer):
             for param in group["params"]:
                 yield param, group, position
                 position += 2 if param.is_complex() else 1
+
+
+def _kernel_settings(group: Group, step: float) -> list[float]:
+    """A row of ``settings`` for the fused kernels, at this step."""
+    beta1, beta2 = group["betas"]
+    lr = float(group["lr"])
+    return [
+        -lr / (1 - beta1**step),
+        1 - lr * group["weight_decay"],
+        1 - beta1,
+        group["eps"],
+        group["hessian_power"],
+        -1.0 if group["maximize"] else 1.0,
+        math.log(beta2) if beta2 > 0 else -math.inf,
+        step if group["beta2_per"] == "step" else -1.0,
+    ]
 
 
 def _use_foreach(group: Group, params: list[Tensor]) -> bool:

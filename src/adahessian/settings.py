@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -37,8 +38,11 @@ def validate(settings: Mapping[str, Any]) -> None:
     for name in ("maximize", "capturable"):
         if not isinstance(settings[name], bool):
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be True or False.")
-    if not (settings["foreach"] is None or isinstance(settings["foreach"], bool)):
-        raise ValueError(f"Invalid foreach value: {settings['foreach']!r}. It must be True, False or None.")
+    for name in ("foreach", "fused"):
+        if not (settings[name] is None or isinstance(settings[name], bool)):
+            raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be True, False or None.")
+    if settings["fused"]:
+        _validate_fused(settings)
     for name, choices in (("blocks", LAYOUTS), ("averaging", AVERAGINGS), ("beta2_per", get_args(Beta2Per))):
         if settings[name] not in choices:
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be one of {', '.join(choices)}.")
@@ -54,6 +58,15 @@ def _validate_lr(lr: Any, *, foreach: bool | None, capturable: bool) -> None:
         raise ValueError(f"Invalid learning rate: {lr!r}. It must be a float or a tensor of one element.")
     if not lr >= 0:
         raise ValueError(f"Invalid learning rate: {lr}. It must be 0 or more.")
+
+
+def _validate_fused(settings: Mapping[str, Any]) -> None:
+    if settings["foreach"]:
+        raise ValueError("fused and foreach cannot both be True: choose one, or leave both to the device with None")
+    if settings["capturable"] or isinstance(settings["lr"], Tensor):
+        raise ValueError("fused=True takes lr as a float and capturable=False; foreach has neither limit")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("fused=True needs Triton, which compiles the kernels: install it, or leave fused=None")
 
 
 def is_number(value: object) -> bool:

@@ -17,15 +17,14 @@ import math
 import torch
 from torch import Tensor
 
-from adahessian.averaging import Blocks
+from adahessian.averaging import Blocks, Estimate
 
 
 def update_hessian_rms(
     hessian_rms: Tensor,
     hessian_age: Tensor,
     dropped: Tensor,
-    estimate: Tensor,
-    untouched: Tensor | None,
+    estimate: Estimate,
     new_age: Tensor,
     *,
     beta2: float,
@@ -41,25 +40,25 @@ def update_hessian_rms(
     The age :math:`a` is how often the average has been decayed. It grows by one a measurement, or by the number of
     steps that passed: feeding the new value once for each of them would come to the same.
 
-    Before its first measurement a block's value is infinite, so that it takes no step. A block that is ``untouched`` by
-    the measured loss keeps that value until a measurement touches it, and counts as 0 afterwards, as in the formula.
+    Before its first measurement a block's value is infinite, so that it takes no step. A block that the measured loss
+    did not touch keeps that value until a measurement touches it, and counts as 0 afterwards, as in the formula.
 
     A measurement that is not finite everywhere is dropped whole and counted. All of it happens on the device, by masks:
     nothing waits for the host.
     """
     new_age = new_age.to(hessian_age)
     log_beta2 = math.log(beta2) if beta2 > 0 else -math.inf
-    squared = estimate * estimate
-    accepted = squared.isfinite().all()
     # expm1 keeps the digits of 1 - beta2 that float32 would lose.
     weight = torch.expm1((new_age - hessian_age) * log_beta2) / torch.expm1(new_age * log_beta2)
     unmeasured = hessian_rms.isinf()
+    untouched = estimate.values.lt(0)
+    squared = estimate.values.square().masked_fill_(untouched, 0.0)
+    accepted = estimate.not_finite.logical_not()
     previous = hessian_rms.masked_fill(unmeasured, 0.0)
     updated = (previous * previous).lerp_(squared, weight).sqrt_()
-    changed = accepted if untouched is None else accepted & ~(untouched & unmeasured)
-    hessian_rms.copy_(torch.where(changed, updated, hessian_rms))
+    hessian_rms.copy_(torch.where(accepted & ~(untouched & unmeasured), updated, hessian_rms))
     hessian_age.copy_(torch.where(accepted, new_age, hessian_age))
-    dropped.add_(accepted.logical_not())
+    dropped.add_(estimate.not_finite)
 
 
 def update_parameters(

@@ -70,7 +70,7 @@ def test_swapped_arguments_are_different_draws():
 def test_the_dtype_does_not_change_the_signs(dtype):
     key = ProbeKey(3, 1, 4)
     param = torch.empty(7, 5, dtype=dtype)
-    found = rademacher_like(param, key, 2)
+    found = rademacher_like([param], [key], 2)[0]
     assert found.dtype == dtype
     assert torch.equal(found.double(), rademacher((7, 5), key, 2, dtype=torch.float64, device=CPU))
 
@@ -79,11 +79,11 @@ def test_the_memory_layout_does_not_change_the_signs():
     key = ProbeKey(3, 1, 4)
     param = torch.empty(4, 3, 3, 3)
     strided = param.contiguous(memory_format=torch.channels_last)
-    assert torch.equal(rademacher_like(param, key, 0), rademacher_like(strided, key, 0))
+    assert torch.equal(rademacher_like([param], [key], 0)[0], rademacher_like([strided], [key], 0)[0])
 
 
 def test_complex_parameters_get_a_sign_for_each_part():
-    signs = rademacher_like(torch.empty(100, dtype=torch.complex64), ProbeKey(0, 0, 0), 0)
+    signs = rademacher_like([torch.empty(100, dtype=torch.complex64)], [ProbeKey(0, 0, 0)], 0)[0]
     assert {(int(sign.real), int(sign.imag)) for sign in signs} == {(1, 1), (1, -1), (-1, 1), (-1, -1)}
 
 

@@ -40,8 +40,8 @@ class CurvaturePass(ABC, Generic[Model]):
         if not isinstance(model, nn.Module) or not callable(function) or not hasattr(optimizer, "feed_curvature"):
             found = ", ".join(type(each).__name__ for each in (model, function, optimizer))
             raise TypeError(
-                f"{type(self).__name__} takes (model, {self.function_name}, optimizer): a torch.nn.Module, a function of "
-                f"the model and a batch, and an AdaHessian, but got {found}"
+                f"{type(self).__name__} takes (model, {self.function_name}, optimizer): a torch.nn.Module, a function "
+                f"of the model and a batch, and an AdaHessian, but got {found}"
             )
         if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
             raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")

@@ -12,6 +12,8 @@ Bit ``j`` of ``word[w]`` is the sign of element ``64 w + j``. Arithmetic is modu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,8 @@ _LAST_SHIFT = 31
 _BITS = 64
 # Elements drawn at a time: the temporaries of a draw stay in the cache, and small beside the tensor itself.
 _CHUNK = 1 << 20
+# Parameters of up to so many elements are drawn together.
+_TOGETHER = 1 << 15
 
 
 class ProbeKey(NamedTuple):
@@ -45,30 +49,70 @@ def rademacher(
     """
     signs = torch.empty(shape, dtype=dtype, device=device)
     flat = signs.view(-1)
-    start = _start(key, probe)
+    start = as_int64(_finish(start_of(key.seed, key.measurement, probe), key.parameter))
     for first in range(0, flat.numel(), _CHUNK):
         chunk = flat[first : first + _CHUNK]
-        bits = _bits(start, first // _BITS, -(-chunk.numel() // _BITS), device)
-        chunk.copy_(bits[: chunk.numel()])
+        words = -(-chunk.numel() // _BITS)
+        counter = torch.arange(first // _BITS + 1, first // _BITS + words + 1, dtype=torch.int64, device=device)
+        chunk.copy_(_bits(counter.mul_(as_int64(_GOLDEN)).add_(start))[: chunk.numel()])
     return signs.mul_(2).sub_(1)
 
 
-def rademacher_like(parameter: Tensor, key: ProbeKey, probe: int) -> Tensor:
-    """Signs in the shape, dtype and device of a parameter; a complex one gets those of two real ones in a row."""
-    real_dtype = parameter.dtype.to_real()
-    real = rademacher(parameter.shape, key, probe, dtype=real_dtype, device=parameter.device)
-    if not parameter.is_complex():
-        return real
-    following = key._replace(parameter=key.parameter + 1)
-    return torch.complex(real, rademacher(parameter.shape, following, probe, dtype=real_dtype, device=parameter.device))
+def rademacher_like(parameters: Sequence[Tensor], keys: Sequence[ProbeKey], probe: int) -> list[Tensor]:
+    """Signs in the shapes, dtypes and devices of parameters; a complex one gets those of two real ones in a row.
+
+    Small parameters are drawn together: a draw is some twenty operations, however few the elements.
+    """
+    signs: list[Tensor] = [
+        torch.complex(*(_alone(parameter, key._replace(parameter=key.parameter + i), probe) for i in (0, 1)))
+        if parameter.is_complex()
+        else _alone(parameter, key, probe)
+        if parameter.numel() > _TOGETHER
+        else parameter
+        for parameter, key in zip(parameters, keys, strict=True)
+    ]
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if signs[i] is parameter:
+            together.setdefault((parameter.device, parameter.dtype), []).append(i)
+    for positions in together.values():
+        drawn = _in_one_stream([parameters[i] for i in positions], [keys[i] for i in positions], probe)
+        for i, sign in zip(positions, drawn, strict=True):
+            signs[i] = sign
+    return signs
 
 
-def _start(key: ProbeKey, probe: int) -> int:
-    """The counter's start, from the words it depends on, one round of the generator each."""
+def _alone(parameter: Tensor, key: ProbeKey, probe: int) -> Tensor:
+    return rademacher(parameter.shape, key, probe, dtype=parameter.dtype.to_real(), device=parameter.device)
+
+
+def _in_one_stream(parameters: Sequence[Tensor], keys: Sequence[ProbeKey], probe: int) -> list[Tensor]:
+    """The same signs as one by one, from one tensor of words."""
+    device = parameters[0].device
+    starts = [as_int64(_finish(start_of(key.seed, key.measurement, probe), key.parameter)) for key in keys]
+    words = torch.tensor([-(-parameter.numel() // _BITS) for parameter in parameters])
+    ends = words.cumsum(0)
+    firsts = ends - words
+    table = torch.stack([firsts, torch.tensor(starts)]).to(device).repeat_interleave(words.to(device), dim=1)
+    counter = torch.arange(1, table.shape[1] + 1, dtype=torch.int64, device=device) - table[0]
+    flat = _bits(counter.mul_(as_int64(_GOLDEN)).add_(table[1])).to(parameters[0].dtype).mul_(2).sub_(1)
+    return [
+        flat[_BITS * first : _BITS * first + parameter.numel()].view(parameter.shape)
+        for first, parameter in zip(firsts.tolist(), parameters, strict=True)
+    ]
+
+
+@lru_cache(maxsize=64)
+def start_of(seed: int, measurement: int, probe: int) -> int:
+    """The counter's start as far as all parameters share it: one round of the generator a word."""
     state = 0
-    for word in (key.seed, key.measurement, probe, key.parameter):
-        state = _finalize_int(((state ^ (word & _MASK)) + _GOLDEN) & _MASK)
+    for word in (seed, measurement, probe):
+        state = _finish(state, word)
     return state
+
+
+def _finish(state: int, word: int) -> int:
+    return _finalize_int(((state ^ (word & _MASK)) + _GOLDEN) & _MASK)
 
 
 def _finalize_int(x: int) -> int:
@@ -77,15 +121,13 @@ def _finalize_int(x: int) -> int:
     return x ^ (x >> _LAST_SHIFT)
 
 
-def _bits(start: int, first_word: int, words: int, device: torch.device) -> Tensor:
-    """The bits of consecutive words, one a byte."""
-    x = torch.arange(first_word + 1, first_word + words + 1, dtype=torch.int64, device=device)
-    x.mul_(_signed(_GOLDEN)).add_(_signed(start))
+def _bits(x: Tensor) -> Tensor:
+    """The bits of the words that belong to these counters, one a byte. The counters are overwritten."""
     for shift, factor in _FINALIZER:
-        x.bitwise_xor_(_shift_right(x, shift)).mul_(_signed(factor))
+        x.bitwise_xor_(_shift_right(x, shift)).mul_(as_int64(factor))
     x.bitwise_xor_(_shift_right(x, _LAST_SHIFT))
     # Eight bytes a word and then eight bits a byte: the long dimension is handled in the narrowest type.
-    places = torch.arange(8, dtype=torch.int64, device=device)
+    places = torch.arange(8, dtype=torch.int64, device=x.device)
     octets = (x.unsqueeze(-1) >> (8 * places)).bitwise_and_(255).to(torch.uint8)
     return (octets.unsqueeze(-1) >> places.to(torch.uint8)).bitwise_and_(1).view(-1)
 
@@ -95,5 +137,6 @@ def _shift_right(x: Tensor, shift: int) -> Tensor:
     return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
-def _signed(word: int) -> int:
+def as_int64(word: int) -> int:
+    """The int64 of the same bits."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,255 @@
+"""The fused kernels: each takes all tensors of a list in one launch.
+
+A launch gets tables of addresses instead of tensors. Row ``t`` of ``pointers`` holds the addresses that belong to
+tensor ``t``, row ``t`` of ``layout`` says how its elements map to blocks, and a row of ``tiles`` sends a program to a
+tensor and to the place in it where its work starts.
+
+Element ``m`` of a tensor, in the order of memory, belongs to block
+
+    (m // row) * blocks_in_row + (m % row % inner) // length
+
+and the elements of block ``k``, with ``q = k // blocks_in_row`` and ``c = k % blocks_in_row``, are
+
+    q * row + c * length + stride * j,    0 <= j < min(count, row - c * length)
+"""
+
+# Triton reads annotations when it compiles: they must not be put off by a future import.
+
+import triton
+import triton.language as tl
+
+# Columns of ``layout``.
+NUMEL = tl.constexpr(0)
+BLOCKS = tl.constexpr(1)
+ROW = tl.constexpr(2)
+BLOCKS_IN_ROW = tl.constexpr(3)
+INNER = tl.constexpr(4)
+LENGTH = tl.constexpr(5)
+COUNT = tl.constexpr(6)
+STRIDE = tl.constexpr(7)
+SIGNED = tl.constexpr(8)
+POSITION = tl.constexpr(9)
+LAYOUT = tl.constexpr(10)
+
+# Columns of ``settings``.
+SCALE = tl.constexpr(0)
+DECAY = tl.constexpr(1)
+WEIGHT = tl.constexpr(2)
+EPS = tl.constexpr(3)
+POWER = tl.constexpr(4)
+SIGN = tl.constexpr(5)
+LOG_BETA2 = tl.constexpr(6)
+NEW_AGE = tl.constexpr(7)
+SETTINGS = tl.constexpr(8)
+
+UNTOUCHED = tl.constexpr(-1.0)
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+FACTOR1 = tl.constexpr(0xBF58476D1CE4E5B9)
+FACTOR2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def update(pointers, layout, tiles, settings, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Moments, weight decay and step, in one pass over memory. Pointers: parameter, gradient, momentum, Hessian rms."""
+    tensor = tl.load(tiles + 2 * tl.program_id(0))
+    start = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    layout += tensor * LAYOUT
+    settings += tensor * SETTINGS
+    param = tl.load(pointers + 4 * tensor).to(tl.pointer_type(ELEMENT))
+    grad = tl.load(pointers + 4 * tensor + 1).to(tl.pointer_type(ELEMENT))
+    exp_avg = tl.load(pointers + 4 * tensor + 2).to(tl.pointer_type(ELEMENT))
+    hessian_rms = tl.load(pointers + 4 * tensor + 3).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        param = tl.multiple_of(param, 16)
+        grad = tl.multiple_of(grad, 16)
+        exp_avg = tl.multiple_of(exp_avg, 16)
+    left = tl.load(layout + NUMEL) - start
+    # A tile starts at a multiple of its size: said so that whole tiles are read sixteen bytes at a time.
+    start = tl.multiple_of(start, TILE)
+    param += start
+    grad += start
+    exp_avg += start
+    lane = tl.arange(0, TILE)
+    block = _block_of(layout, start, lane)
+    if left >= TILE:
+        p = tl.load(param + lane).to(tl.float32)
+        g = tl.load(grad + lane).to(tl.float32)
+        m = tl.load(exp_avg + lane).to(tl.float32)
+        d = tl.load(hessian_rms + block)
+        p, m = _step(p, g, m, d, settings)
+        tl.store(param + lane, p.to(ELEMENT))
+        tl.store(exp_avg + lane, m.to(ELEMENT))
+    else:
+        inside = lane < left
+        p = tl.load(param + lane, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + lane, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(exp_avg + lane, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(hessian_rms + block, mask=inside, other=1.0)
+        p, m = _step(p, g, m, d, settings)
+        tl.store(param + lane, p.to(ELEMENT), mask=inside)
+        tl.store(exp_avg + lane, m.to(ELEMENT), mask=inside)
+
+
+@triton.jit
+def _step(p, g, m, d, settings):
+    m += (g * tl.load(settings + SIGN) - m) * tl.load(settings + WEIGHT)
+    power = tl.load(settings + POWER)
+    if power != 1.0:
+        if power == 0.0:
+            d = tl.full(d.shape, 1.0, tl.float32)
+        else:
+            d = tl.exp2(power * tl.log2(d))
+    p = p * tl.load(settings + DECAY) + tl.load(settings + SCALE) * (m / (d + tl.load(settings + EPS)))
+    return p, m
+
+
+@triton.jit
+def _block_of(layout, start, lane):
+    """The blocks of the elements ``start + lane``; the long division is done once, on the start."""
+    row = tl.load(layout + ROW)
+    blocks_in_row = tl.load(layout + BLOCKS_IN_ROW)
+    first = start // row
+    place = (start - first * row).to(tl.int32) + lane
+    row = row.to(tl.int32)
+    q = place // row
+    if blocks_in_row == 1:
+        block = first + q
+    else:
+        inside = (place - q * row) % tl.load(layout + INNER).to(tl.int32)
+        block = (first + q) * blocks_in_row + inside // tl.load(layout + LENGTH).to(tl.int32)
+    return block
+
+
+@triton.jit
+def average(
+    pointers,
+    layout,
+    tiles,
+    flags,
+    ELEMENT: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Block averages of a diagonal. Pointers: diagonal, gradient, estimate. A tensor that is not finite is flagged."""
+    tensor = tl.load(tiles + 2 * tl.program_id(0))
+    start = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    layout += tensor * LAYOUT
+    diagonal = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32))
+    gradient = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(ELEMENT))
+    estimate = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32))
+    blocks = tl.load(layout + BLOCKS)
+    if tl.load(layout + COUNT) == 1:
+        lane = start + tl.arange(0, TILE)
+        inside = lane < blocks
+        d = tl.load(diagonal + lane, mask=inside, other=0.0)
+        value = tl.abs(d)
+        if GRADIENTS:
+            g = tl.load(gradient + lane, mask=inside, other=0.0).to(tl.float32)
+            value = tl.where((d == 0.0) & (g == 0.0), UNTOUCHED, value)
+        _store_estimate(estimate + lane, value, inside, flags + tensor)
+    else:
+        block = start + tl.arange(0, ROWS)
+        inside = block < blocks
+        q = block // tl.load(layout + BLOCKS_IN_ROW)
+        c = block - q * tl.load(layout + BLOCKS_IN_ROW)
+        row = tl.load(layout + ROW)
+        length = tl.load(layout + LENGTH)
+        count = tl.minimum(tl.load(layout + COUNT), row - c * length)
+        first = q * row + c * length
+        stride = tl.load(layout + STRIDE)
+        signed = tl.load(layout + SIGNED)
+        total = tl.zeros([ROWS], tl.float32)
+        touched = tl.zeros([ROWS], tl.int32)
+        for j in range(0, tl.load(layout + COUNT), COLUMNS):
+            column = j + tl.arange(0, COLUMNS)
+            place = first[:, None] + stride * column[None, :]
+            here = inside[:, None] & (column[None, :] < count[:, None])
+            d = tl.load(diagonal + place, mask=here, other=0.0)
+            seen = d != 0.0
+            if GRADIENTS:
+                seen |= tl.load(gradient + place, mask=here, other=0.0).to(tl.float32) != 0.0
+                touched = tl.maximum(touched, tl.max(seen.to(tl.int32), axis=1))
+            total += tl.sum(tl.where(signed != 0, d, tl.abs(d)), axis=1)
+        value = tl.abs(total / count.to(tl.float32))
+        if GRADIENTS:
+            value = tl.where(touched != 0, value, UNTOUCHED)
+        _store_estimate(estimate + block, value, inside, flags + tensor)
+
+
+@triton.jit
+def _store_estimate(places, value, inside, flag):
+    tl.store(places, value, mask=inside)
+    square = value * value
+    not_finite = inside & (square - square != 0.0)
+    if tl.max(not_finite.to(tl.int32), axis=0) != 0:
+        tl.store(flag, 1)
+
+
+@triton.jit
+def weigh(pointers, settings, weights, tensors, TILE: tl.constexpr):
+    """The weight of a new measurement in each tensor's average. Pointers: age, dropped measurements, flag."""
+    tensor = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = tensor < tensors
+    age_at = tl.load(pointers + 3 * tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    dropped_at = tl.load(pointers + 3 * tensor + 1, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    flag_at = tl.load(pointers + 3 * tensor + 2, mask=inside, other=0).to(tl.pointer_type(tl.int32))
+    dropped = tl.load(flag_at, mask=inside, other=0)
+    age = tl.load(age_at, mask=inside, other=0.0)
+    new_age = tl.load(settings + tensor * SETTINGS + NEW_AGE, mask=inside, other=1.0)
+    new_age = tl.where(new_age < 0.0, age + 1.0, new_age)
+    # In double precision 1 - exp keeps the digits of 1 - beta2 that float32 would lose.
+    log_beta2 = tl.load(settings + tensor * SETTINGS + LOG_BETA2, mask=inside, other=-1.0).to(tl.float64)
+    grown = 1.0 - tl.exp((new_age - age).to(tl.float64) * log_beta2)
+    total = 1.0 - tl.exp(new_age.to(tl.float64) * log_beta2)
+    tl.store(weights + tensor, (grown / total).to(tl.float32), mask=inside)
+    tl.store(age_at, tl.where(dropped != 0, age, new_age), mask=inside)
+    tl.store(dropped_at, tl.load(dropped_at, mask=inside, other=0.0) + dropped.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def fold(pointers, layout, tiles, weights, TILE: tl.constexpr):
+    """Fold a measurement into the Hessian momentum. Pointers: estimate, Hessian rms, flag."""
+    tensor = tl.load(tiles + 2 * tl.program_id(0))
+    start = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    estimate = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32))
+    hessian_rms = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(tl.float32))
+    flag = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.int32))
+    blocks = tl.load(layout + tensor * LAYOUT + BLOCKS)
+    if tl.load(flag) == 0:
+        weight = tl.load(weights + tensor)
+        lane = start + tl.arange(0, TILE)
+        inside = lane < blocks
+        d = tl.load(estimate + lane, mask=inside, other=0.0)
+        rms = tl.load(hessian_rms + lane, mask=inside, other=0.0)
+        unmeasured = rms == float("inf")
+        untouched = d < 0.0
+        square = tl.where(untouched, 0.0, d * d)
+        previous = tl.where(unmeasured, 0.0, rms * rms)
+        # As torch.lerp does: from the nearer end, so that a weight of 1 gives the new value to the last digit.
+        change = square - previous
+        folded = tl.where(weight < 0.5, previous + weight * change, square - change * (1.0 - weight))
+        tl.store(hessian_rms + lane, tl.sqrt(folded), mask=inside & ~(unmeasured & untouched))
+
+
+@triton.jit
+def draw(pointers, layout, tiles, keys, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """Rademacher signs, those of :mod:`adahessian.curvature.probes`. Pointers: probe. ``keys`` lack the parameter."""
+    tensor = tl.load(tiles + 2 * tl.program_id(0))
+    start = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    signs = tl.load(pointers + tensor).to(tl.pointer_type(ELEMENT))
+    position = tl.load(layout + tensor * LAYOUT + POSITION).to(tl.uint64, bitcast=True)
+    key = _finalize((tl.load(keys + tensor).to(tl.uint64, bitcast=True) ^ position) + GOLDEN)
+    element = start + tl.arange(0, TILE)
+    inside = element < tl.load(layout + tensor * LAYOUT + NUMEL)
+    word = _finalize(key + ((element >> 6) + 1).to(tl.uint64, bitcast=True) * GOLDEN)
+    bit = (word >> (element & 63).to(tl.uint64, bitcast=True)) & 1
+    tl.store(signs + element, (bit.to(tl.float32) * 2.0 - 1.0).to(ELEMENT), mask=inside)
+
+
+@triton.jit
+def _finalize(x):
+    x = (x ^ (x >> 30)) * FACTOR1
+    x = (x ^ (x >> 27)) * FACTOR2
+    return x ^ (x >> 31)
