@@ -17,7 +17,7 @@ from adahessian import state as states
 from adahessian.averaging import Averaging, Blocks, Estimate, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
-from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal
+from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
 from adahessian.curvature.probes import ProbeKey, as_int64, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.fused import FusedTensors
@@ -235,8 +235,6 @@ class AdaHessian(Optimizer):
             CurvatureError: If an operation cannot be differentiated twice.
             RuntimeError: If a gradient is sparse.
         """
-        for gradient in gradients:
-            _refuse_sparse(gradient)
         params = self.measured_parameters()
         diagonal = hessian_diagonal(gradients, params, self.draw_probes, self.num_probes)
         self.feed_curvature(
@@ -344,7 +342,7 @@ class AdaHessian(Optimizer):
         """What takes part in this step, checked: parameters with a gradient, their state and their blocks."""
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:
-            _refuse_sparse(param.grad)
+            refuse_sparse(param.grad)
         part = _Stepping(
             group,
             params,
@@ -590,11 +588,3 @@ def _use_foreach(group: Group, params: list[Tensor]) -> bool:
     if isinstance(group["lr"], Tensor) and not group["capturable"]:
         return False
     return all(param.device.type in ("cuda", "xpu") for param in params)
-
-
-def _refuse_sparse(gradient: Tensor | None) -> None:
-    if gradient is not None and gradient.is_sparse:
-        raise RuntimeError(
-            "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters to "
-            "another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
-        )

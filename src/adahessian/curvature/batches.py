@@ -25,7 +25,7 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     """
     if fraction == 1:
         return batch
-    sizes = {tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim}
+    sizes = {tensor.shape[dim] for tensor in tensors_of(batch) if tensor.dim() > dim}
     if len(sizes) != 1:
         found = f"tensors of {sorted(sizes)} examples" if sizes else "no tensor"
         raise ValueError(
@@ -33,28 +33,46 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
             "batch_dim, or slice the batch yourself and set batch_fraction=1.0"
         )
     length = math.ceil(fraction * sizes.pop() - 1e-9)  # 0.07 * 100 is a little more than 7
-    return _map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
+    return map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """All tensors of a batch."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (tuple, list)):
         for part in batch:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif isinstance(batch, Mapping):
         for part in batch.values():
-            yield from _tensors(part)
+            yield from tensors_of(part)
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A batch of the same structure, with a function applied to each of its tensors."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(function, part) for part in batch))
+        return type(batch)(*(map_tensors(function, part) for part in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_map_tensors(function, part) for part in batch)
+        return type(batch)(map_tensors(function, part) for part in batch)
     if isinstance(batch, Mapping):
         # Not rebuilt in its own type: mappings of other libraries take other arguments.
-        return {key: _map_tensors(function, part) for key, part in batch.items()}
+        return {key: map_tensors(function, part) for key, part in batch.items()}
+    return batch
+
+
+def signature(batch: Any) -> Any:
+    """All that a batch has in common with others of its kind: structure, shapes and dtypes, and what is no tensor.
+
+    Raises:
+        TypeError: If something in it cannot be compared by hash.
+    """
+    if isinstance(batch, Tensor):
+        return Tensor, batch.shape, batch.stride(), batch.dtype, batch.device, batch.requires_grad
+    if isinstance(batch, (tuple, list)):
+        return type(batch), tuple(map(signature, batch))
+    if isinstance(batch, Mapping):
+        return Mapping, tuple((key, signature(part)) for key, part in batch.items())
+    hash(batch)
     return batch

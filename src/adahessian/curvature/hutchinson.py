@@ -40,7 +40,13 @@ def hessian_diagonal(
     Gradients carry their graph. A gradient that carries none is a constant: the loss is linear in that parameter, whose
     curvature is 0. A parameter without a gradient took no part, and gets None.
     The graph is freed with the last product.
+
+    Raises:
+        CurvatureError: If an operation of the graph has no second derivative.
+        RuntimeError: If a gradient is sparse.
     """
+    for gradient in gradients:
+        refuse_sparse(gradient)
     curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
     outputs = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
     diagonal = [
@@ -59,6 +65,19 @@ def hessian_diagonal(
             if product is not None and total is not None:
                 as_reals(total).addcmul_(as_reals(sign), as_reals(product), value=1 / num_probes)
     return diagonal
+
+
+def refuse_sparse(gradient: Tensor | None) -> None:
+    """Name what to do about a sparse gradient.
+
+    Raises:
+        RuntimeError: If it is one.
+    """
+    if gradient is not None and gradient.is_sparse:
+        raise RuntimeError(
+            "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters to "
+            "another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
+        )
 
 
 def as_reals(tensor: Tensor) -> Tensor:

@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Keep a model's gradients, buffers and modes, and the user's random streams, as they are.
+    """Keep a model's gradients, buffers and modes, and the user's random streams, as they are."""
+    with random_streams_untouched(devices_of(model)), model_untouched(model):
+        yield
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """The devices on which a model has its tensors."""
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+@contextmanager
+def model_untouched(model: nn.Module) -> Iterator[None]:
+    """Keep a model's gradients, buffers and modes as they are.
 
     Gradients and buffers are exchanged rather than restored afterwards: a graph that waits for its backward may have
     saved the originals, and would notice being written to.
@@ -24,8 +36,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     gradients = [param.grad for param in params]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
     copies: dict[Tensor, Tensor] = {}
-    devices = {tensor.device for tensor in (*params, *model.buffers())}
-    with random_streams_untouched(devices), hooks_silenced(params):
+    with hooks_silenced(params):
         try:
             for param in params:
                 param.grad = None
@@ -49,6 +60,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def _is_cache(before: Tensor | None, after: Tensor | None) -> bool:
     """Whether a buffer has grown in the pass, as tables of positions do: its module counts on finding it so."""
     return after is not None and (before is None or before.shape != after.shape)
+
+
+@contextmanager
+def values_restored(model: nn.Module) -> Iterator[None]:
+    """Put back, in place, what a rehearsal does to buffers and random streams: compiled code knows their addresses."""
+    buffers = list(model.buffers())
+    values = [buffer.clone() for buffer in buffers]
+    with random_streams_untouched(devices_of(model)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, values, strict=True):
+                    buffer.copy_(value)
 
 
 @contextmanager

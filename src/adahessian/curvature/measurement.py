@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adahessian.curvature.backends import twice_differentiable
-from adahessian.curvature.errors import CurvatureError, explained
-from adahessian.curvature.graph import check_twice_differentiable
-from adahessian.curvature.isolation import untouched
+from adahessian.curvature.engine import PRODUCTS, Engine, ProductName
 from adahessian.curvature.passes import CurvaturePass, Model
 
 if TYPE_CHECKING:
@@ -33,10 +30,16 @@ class Curvature(CurvaturePass[Model]):
         batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples. Every tensor of the
             batch is cut, a mask over positions too: give such a one to ``loss_fn`` by another way.
         batch_dim: The dimension of the batch's tensors that counts examples.
+        product: How Hessian-vector products are computed. ``"auto"`` takes the fastest way that works for the model and
+            says which; ``"double_backward"`` and ``"forward_over_reverse"`` are exact; ``"finite_difference"`` is an
+            approximation by two ordinary gradients, for networks without kinks only.
+        compile: Whether the pass is compiled, as one function; None does so on a GPU, for models that repay it.
+        tangent_dtype: ``torch.bfloat16`` lets a compiled pass round the operands of those products that only feed
+            ``H z``: faster, and the gradient of the same pass keeps every bit.
 
     Raises:
         TypeError: If the model, the function or the optimizer is none.
-        ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range.
+        ValueError: If an argument is out of its range.
 
     Example:
         >>> import adahessian
@@ -57,33 +60,24 @@ class Curvature(CurvaturePass[Model]):
         *,
         batch_fraction: float = 1.0,
         batch_dim: int = 0,
+        product: ProductName = "auto",
+        compile: bool | None = None,
+        tangent_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, loss_fn, optimizer, batch_fraction=batch_fraction, batch_dim=batch_dim)
+        if product not in PRODUCTS:
+            raise ValueError(f"Invalid product: {product!r}. It must be one of {', '.join(PRODUCTS)}.")
+        if not (compile is None or isinstance(compile, bool)):
+            raise ValueError(f"Invalid compile value: {compile!r}. It must be True, False or None.")
+        if tangent_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"Invalid tangent_dtype: {tangent_dtype!r}. It must be torch.bfloat16 or None.")
         self.loss_fn = loss_fn
+        self._engine = Engine(model, loss_fn, optimizer, product=product, compile=compile, tangent_dtype=tangent_dtype)
+
+    @property
+    def engine(self) -> Engine:
+        """What computes the second derivatives."""
+        return self._engine
 
     def _measure(self, part: Any) -> None:
-        with torch.enable_grad(), untouched(self.model), twice_differentiable(self.model):
-            loss = self.loss_fn(self.model, part)
-            _check(loss)
-            params = self.optimizer.measured_parameters()
-            with explained():
-                gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-            if all(gradient is None for gradient in gradients):
-                raise CurvatureError("the loss depends on none of the optimizer's parameters: is this its model?")
-            self.optimizer.measure_gradients(gradients)
-
-
-def _check(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise CurvatureError(f"loss_fn must return the loss alone, as a tensor, but returned a {type(loss).__name__}")
-    if loss.numel() != 1 or loss.is_complex():
-        raise CurvatureError(
-            f"loss_fn must return a real scalar, but returned a {loss.dtype} tensor of shape {tuple(loss.shape)}: "
-            "reduce it with .mean()"
-        )
-    if not loss.requires_grad:
-        raise CurvatureError(
-            "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
-            ".detach() or .item(), and at least one parameter must require a gradient"
-        )
-    check_twice_differentiable([loss])
+        self._engine.measure(part)

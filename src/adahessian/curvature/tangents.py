@@ -1,4 +1,4 @@
-"""Tangents in lower precision: the products of a compiled curvature pass that only feed ``H z``.
+"""The tangents of a compiled curvature pass: what only feeds ``H z`` may be rounded, and what is zero left out.
 
 In forward-over-reverse differentiation the gradient and its tangent are computed side by side, and two thirds of the
 matrix products and convolutions belong to the tangent alone. Rounding their operands to bfloat16 leaves the gradient as
@@ -25,6 +25,19 @@ _PRODUCTS = frozenset(
     }
 )
 
+# What is zero before them is zero after them.
+_KEEP_ZEROS = frozenset(
+    {
+        aten.expand.default,
+        aten.view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.clone.default,
+        aten.unsqueeze.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
 
 @torch.library.custom_op("adahessian::tangent", mutates_args=())
 def mark(direction: Tensor) -> Tensor:
@@ -37,11 +50,13 @@ def _(direction: Tensor) -> Tensor:
     return torch.empty_like(direction)
 
 
-class ReducedTangents(CustomGraphPass):
-    """A pass of the compiler that rounds the operands of tangent products.
+class TangentPass(CustomGraphPass):
+    """A pass of the compiler over the graph of a forward-over-reverse product.
+
+    It leaves out products with a zero tangent, such as that of a batch, and rounds the operands of the others.
 
     Args:
-        dtype: What to round to; None leaves them and only takes the marks away.
+        dtype: What to round to; None leaves them as they are.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -58,6 +73,7 @@ class ReducedTangents(CustomGraphPass):
         for node in graph.nodes:
             if not tangents.isdisjoint(node.all_input_nodes):
                 tangents.add(node)
+        _drop_zero_products(graph)
         if self.dtype is not None:
             rounded: dict[fx.Node, fx.Node] = {}
             for node in list(graph.nodes):
@@ -66,6 +82,48 @@ class ReducedTangents(CustomGraphPass):
         for node in marks:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _drop_zero_products(graph: fx.Graph) -> None:
+    """A product with a factor that is zero throughout becomes a constant, which costs nothing where it is used."""
+    zeros: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if _is_zero(node, zeros):
+            zeros.add(node)
+        elif _is_zero_product(node, zeros):
+            zeros.add(_replace_by_zeros(graph, node))
+        elif _is_zero_weight_gradient(node, zeros):
+            zeros.update(_replace_by_zeros(graph, user) for user in list(node.users))
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    if node.target is aten.full.default:
+        return bool(node.args[1] == 0)
+    return node.target in _KEEP_ZEROS and node.args[0] in zeros
+
+
+def _is_zero_product(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    if node.target is aten.convolution.default and node.args[2] is None:
+        return not zeros.isdisjoint(node.args[:2])
+    return node.target in (aten.mm.default, aten.bmm.default) and not zeros.isdisjoint(node.args)
+
+
+def _is_zero_weight_gradient(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    if node.target is not aten.convolution_backward.default or not isinstance(node.args[-1], (list, tuple)):
+        return False
+    return list(node.args[-1]) == [False, True, False] and not zeros.isdisjoint(node.args[:2])
+
+
+def _replace_by_zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    with graph.inserting_after(node):
+        zero = graph.call_function(
+            aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device}
+        )
+    zero.meta["val"] = value
+    node.replace_all_uses_with(zero)
+    graph.erase_node(node)
+    return zero
 
 
 def _round_operands(graph: fx.Graph, product: fx.Node, rounded: dict[fx.Node, fx.Node], dtype: torch.dtype) -> None:

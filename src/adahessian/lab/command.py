@@ -41,9 +41,10 @@ def _parse(arguments: Sequence[str] | None) -> Command:
     # Imported here, as they come with the extra, which the library itself does without.
     import tyro
 
+    from adahessian.lab.bench.command import Bench
     from adahessian.lab.demo import Demo
 
-    commands: dict[str, Callable[..., Command]] = {"demo": Demo}
+    commands: dict[str, Callable[..., Command]] = {"demo": Demo, "bench": Bench}
     parsed: Command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
     )

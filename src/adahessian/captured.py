@@ -1,0 +1,246 @@
+"""A whole training step, compiled and replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from adahessian.curvature.batches import map_tensors, slice_batch, tensors_of
+from adahessian.curvature.engine import Found, first_line
+from adahessian.curvature.isolation import devices_of, random_streams_untouched, values_restored
+from adahessian.curvature.kinds import Kinds
+from adahessian.curvature.measurement import Curvature
+from adahessian.messages import compiling, say, say_once
+
+# Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
+_REHEARSALS = 3
+
+Result = TypeVar("Result")
+
+
+class CapturedStep:
+    """The whole step for a batch: gradient, curvature when it is due, and update.
+
+    Derivatives are compiled and, on a GPU, captured in CUDA graphs, so that neither Python nor launches cost anything.
+    Learning-rate schedules, evaluation and checkpoints in between work as ever, since the update is an ordinary
+    ``optimizer.step()``. A batch of another shape runs uncaptured until that shape has come often. With the curvature
+    on the whole batch, gradient and curvature come from one pass.
+
+    Gradients are replaced, not added to. Those that it leaves in ``param.grad`` are overwritten by the next step.
+
+    Args:
+        curvature: The curvature pass, with its model, loss and optimizer. Whether to compile is its setting.
+        capture: Whether to capture CUDA graphs. On other devices there is nothing to capture.
+
+    Raises:
+        TypeError: If ``curvature`` is no :class:`adahessian.Curvature`.
+
+    Example:
+        >>> import adahessian
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = adahessian.AdaHessian(model.parameters(), update_every=10)
+        >>> curvature = adahessian.Curvature(model, lambda m, batch: m(batch).square().mean(), optimizer)
+        >>> step = CapturedStep(curvature, capture=False)
+        >>> loss = step(torch.ones(8, 3))
+    """
+
+    def __init__(self, curvature: Curvature[Any], *, capture: bool = True) -> None:
+        if not isinstance(curvature, Curvature):
+            raise TypeError(
+                "CapturedStep takes the curvature pass, adahessian.Curvature(model, loss_fn, optimizer), but got a "
+                f"{type(curvature).__name__}"
+            )
+        self.curvature = curvature
+        self._model = curvature.model
+        self._optimizer = curvature.optimizer
+        self._engine = curvature.engine
+        self._capture = capture
+        self._loss: Callable[[Any], Tensor] | None = None
+        self._kinds = Kinds()
+        self._graphs: dict[Hashable, _Graphs | None] = {}
+        self._state: Hashable = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Take one step.
+
+        Args:
+            batch: What ``loss_fn`` takes, on the model's device.
+
+        Returns:
+            The loss. It is on the device: reading it waits.
+
+        Raises:
+            CurvatureError: If the curvature cannot be had. Nothing has changed then.
+        """
+        due = self._optimizer.curvature_due
+        kind = self._kinds.key(batch)
+        graphs = self._graphs_for(kind, batch)
+        if graphs is not None:
+            loss = graphs.replay(batch, due)
+        else:
+            loss = self._uncaptured(batch, due, self._compiled if kind is not None else self._plain)
+        self._optimizer.step()
+        return loss
+
+    @property
+    def joins(self) -> bool:
+        """Whether gradient and curvature come from one pass when a measurement is due."""
+        return self.curvature.batch_fraction == 1
+
+    def gradient(self, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and its gradients, compiled if that is wanted; buffers are updated, as in any step of training."""
+        return self._derivatives(self._compiled, batch)
+
+    def leave(self, gradients: list[Tensor | None]) -> None:
+        """Put gradients where the optimizer looks for them."""
+        for param, gradient in zip(self._optimizer.measured_parameters(), gradients, strict=True):
+            param.grad = gradient
+
+    def _uncaptured(self, batch: Any, due: bool, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        if due and self.joins:
+            found = self._engine.compute(batch, self._optimizer.draw_probes, keep_buffers=True)
+            self._engine.feed(found)
+            self.leave(found.gradients)
+            return found.loss
+        if due:
+            self.curvature.measure(batch)
+        loss, gradients = self._derivatives(loss_of, batch)
+        self.leave(gradients)
+        return loss
+
+    def _derivatives(self, loss_of: Callable[[Any], Tensor], batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+        with torch.enable_grad():
+            loss = loss_of(batch)
+            params = self._optimizer.measured_parameters()
+            return loss.detach(), list(torch.autograd.grad(loss, params, allow_unused=True))
+
+    def _plain(self, batch: Any) -> Tensor:
+        loss: Tensor = self.curvature.loss_fn(self._model, batch)
+        return loss
+
+    def _compiled(self, batch: Any) -> Tensor:
+        if self._loss is None:
+            self._loss = self._compile_loss(batch)
+        return self._loss(batch)
+
+    def _compile_loss(self, batch: Any) -> Callable[[Any], Tensor]:
+        if not self._engine.wants_compiled()[0]:
+            return self._plain
+        compiled: Callable[[Any], Tensor] = torch.compile(self._plain, dynamic=False)
+        try:
+            with compiling("the gradient"), values_restored(self._model):
+                self._derivatives(compiled, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler stumbles over; an error of the user's own will come again
+            say(f"the gradient is not compiled: {first_line(error)}")
+            return self._plain
+        return compiled
+
+    def _graphs_for(self, kind: Hashable | None, batch: Any) -> _Graphs | None:
+        """The CUDA graphs for a kind of batch; None if it is to run uncaptured."""
+        if not self._capture or kind is None:
+            return None
+        devices = devices_of(self._model)
+        if {device.type for device in devices} != {"cuda"} or {t.device for t in tensors_of(batch)} != devices:
+            say_once("nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device")
+            return None
+        state = self._state_of_things()
+        if state != self._state:
+            # Graphs know addresses and modes: these were made for others.
+            self._graphs.clear()
+            self._state = state
+        key = (kind, tuple(module.training for module in self._model.modules()), torch.is_autocast_enabled("cuda"))
+        if key not in self._graphs:
+            self._graphs[key] = _Graphs(self, batch)
+        return self._graphs[key]
+
+    def _state_of_things(self) -> Hashable:
+        """What graphs depend on besides the kind of batch and the mode."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        measured = self._optimizer.measured_parameters()
+        return tuple(t.data_ptr() for t in tensors), tuple(map(id, measured)), self._optimizer.num_probes
+
+
+class _Graphs:
+    """The graphs for one kind of batch, each captured when it is first needed.
+
+    Args:
+        step: The step they belong to.
+        batch: A batch of the kind.
+    """
+
+    def __init__(self, step: CapturedStep, batch: Any) -> None:
+        self._step = step
+        self._curvature = step.curvature
+        self._engine = step.curvature.engine
+        self._optimizer = step.curvature.optimizer
+        self._batch = map_tensors(torch.clone, batch)
+        self._inputs = list(tensors_of(self._batch))
+        self._probes: list[list[Tensor]] = []
+        self._gradient: _Graph[tuple[Tensor, list[Tensor | None]]] | None = None
+        self._found: _Graph[Found] | None = None
+
+    def replay(self, batch: Any, due: bool) -> Tensor:
+        """Gradient, and curvature if it is due, for a batch."""
+        for static, tensor in zip(self._inputs, tensors_of(batch), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        if due and self._step.joins:
+            found = self._measure(self._batch, keep_buffers=True)
+            self._step.leave(found.gradients)
+            return found.loss.clone()
+        if due:
+            part = slice_batch(self._batch, self._curvature.batch_fraction, self._curvature.batch_dim)
+            with random_streams_untouched(devices_of(self._curvature.model)):
+                self._measure(part, keep_buffers=False)
+        if self._gradient is None:
+            self._gradient = _Graph(lambda: self._step.gradient(self._batch), self._curvature.model)
+        loss, gradients = self._gradient.replay()
+        self._step.leave(gradients)
+        return loss.clone()
+
+    def _measure(self, part: Any, *, keep_buffers: bool) -> Found:
+        probes = range(self._optimizer.num_probes)
+        if self._found is None:
+            self._probes = [self._optimizer.draw_probes(probe) for probe in probes]
+            # The choice is made, and compiled, outside of any capture.
+            self._engine.choice(part)
+            self._found = _Graph(
+                lambda: self._engine.compute(part, self._probes.__getitem__, keep_buffers=keep_buffers),
+                self._curvature.model,
+            )
+        else:
+            for probe in probes:
+                self._optimizer.draw_probes(probe, out=self._probes[probe])
+        found = self._found.replay()
+        self._engine.feed(found)
+        return found
+
+
+class _Graph(Generic[Result]):
+    """What a function launches, to be replayed; its result stays where it is and is overwritten.
+
+    Args:
+        function: What to capture.
+        model: The model whose buffers and random streams the rehearsals are not to change.
+    """
+
+    def __init__(self, function: Callable[[], Result], model: nn.Module) -> None:
+        with values_restored(model):
+            rehearsal = torch.cuda.Stream()
+            rehearsal.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(rehearsal):
+                for _ in range(_REHEARSALS):
+                    function()
+            torch.cuda.current_stream().wait_stream(rehearsal)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = function()
+
+    def replay(self) -> Result:
+        """Launch it all again."""
+        self._graph.replay()
+        return self._result

@@ -1,0 +1,41 @@
+"""Which kinds of batches are worth compiling for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from adahessian.curvature.batches import signature
+from adahessian.messages import say_once
+
+# The first kind is compiled at once, any other when it has come so often: the last batch of an epoch is not worth a
+# minute of compiling until there have been some epochs.
+_OFTEN = 10
+_MOST = 8
+
+
+class Kinds:
+    """Counts batches by shapes, dtypes and all else that compiled code depends on."""
+
+    def __init__(self) -> None:
+        self._worth_it: set[Hashable] = set()
+        self._seen: dict[Hashable, int] = {}
+
+    def key(self, batch: Any) -> Hashable | None:
+        """The kind of a batch, if it is worth compiling for; None if it is not, or not yet."""
+        try:
+            kind: Hashable = signature(batch)
+        except TypeError as error:
+            say_once(f"batches are not compiled for, as they hold what cannot be compared: {error}")
+            return None
+        if kind in self._worth_it:
+            return kind
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        if self._worth_it and (self._seen[kind] < _OFTEN or len(self._worth_it) >= _MOST):
+            say_once(
+                "a batch of another shape is not compiled for, nor captured, until that shape has come "
+                f"{_OFTEN} times; pad or drop incomplete batches to have all of them alike"
+            )
+            return None
+        self._worth_it.add(kind)
+        return kind

@@ -1,0 +1,71 @@
+"""The file of results: written after every cell, so that a run that is stopped keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from adahessian.lab.bench.cells import Cell, with_ratios
+
+
+class Results:
+    """The cells of a file, with those of earlier runs that may stand beside new ones.
+
+    Args:
+        path: The file.
+        provenance: Where the results of this run come from.
+        conditions: What holds for all of its cells.
+        not_found: Peers that were looked for and are not installed.
+    """
+
+    def __init__(
+        self, path: Path, *, provenance: dict[str, Any], conditions: dict[str, Any], not_found: list[str]
+    ) -> None:
+        self.path = path
+        self._about: dict[str, Any] = {
+            "provenance": provenance,
+            "conditions": conditions,
+            "commands": [provenance["command"]],
+            "peers_not_found": not_found,
+        }
+        self._cells: dict[str, Cell] = {}
+        earlier = json.loads(path.read_text()) if path.exists() else None
+        if earlier is not None and _comparable(earlier, self._about):
+            self._cells = earlier["cells"]
+            self._about["commands"] = [*earlier["commands"], provenance["command"]]
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """All cells by ``part/workload/mode/optimizer``; those of whole steps have their ratios."""
+        return {key: self._compared(cell) for key, cell in self._cells.items()}
+
+    def add(self, cell: Cell) -> None:
+        """Take in a cell, in place of an earlier one, and write the file."""
+        self._cells["/".join(cell[name] for name in ("part", "workload", "mode", "optimizer"))] = cell
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever reads the file, or stops the run, meets a whole one.
+        unfinished = self.path.with_name(f"{self.path.name}.unfinished")
+        unfinished.write_text(json.dumps({**self._about, "cells": self.cells}, indent=2) + "\n")
+        os.replace(unfinished, self.path)
+
+    def _compared(self, cell: Cell) -> Cell:
+        if cell["part"] != "steps" or "unavailable" in cell:
+            return cell
+        beside = {
+            other["optimizer"]: other
+            for other in self._cells.values()
+            if all(other[name] == cell[name] for name in ("part", "workload", "mode"))
+        }
+        return with_ratios(cell, beside)
+
+
+def _comparable(earlier: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two runs had the same code, on the same hardware, with the same versions, under the same conditions."""
+    before, after = earlier["provenance"], now["provenance"]
+    return (
+        after["commit"] is not None
+        and all(before[name] == after[name] for name in ("commit", "hardware", "versions"))
+        and bool(earlier["conditions"] == now["conditions"])
+    )

@@ -1,0 +1,111 @@
+"""The whole training step: its time beside SGD's, its memory, its optimizer's state."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from statistics import median
+
+import torch
+
+import adahessian
+from adahessian.lab.bench.cells import Cell, unavailable
+from adahessian.lab.bench.conditions import Conditions
+from adahessian.lab.bench.contenders import REFERENCE, SGD_NAME, Contender
+from adahessian.lab.bench.memory import Held, held, peak_bytes, state_bytes
+from adahessian.lab.bench.timing import Candidate, Stopwatch, median_ratio
+from adahessian.lab.bench.training import Mode, Training
+from adahessian.lab.bench.workloads import Task, Workload, make_task
+
+_WARMUP_PERIODS = 1
+
+
+def measure_whole_steps(
+    workload: Workload, mode: Mode, contenders: Iterable[Contender], *, conditions: Conditions, stopwatch: Stopwatch
+) -> Iterator[tuple[str, Cell]]:
+    """The name and the cell of SGD and of each contender on one workload in one mode.
+
+    Each is set up, measured and let go by itself, so that its memory is its own. Only SGD stays: all others take turns
+    with it. What fails becomes a cell that says why.
+    """
+    steps = _WholeSteps(workload, mode, conditions, stopwatch)
+    for contender in (REFERENCE, *contenders):
+        yield from steps.measure(contender)
+    if mode != "eager":
+        # Compiled code is kept for ever otherwise, and only so much of it for one function.
+        torch.compiler.reset()
+
+
+class _WholeSteps:
+    def __init__(self, workload: Workload, mode: Mode, conditions: Conditions, stopwatch: Stopwatch) -> None:
+        self._workload = workload
+        self._mode = mode
+        self._conditions = conditions
+        self._stopwatch = stopwatch
+        self._device = torch.device(conditions.device)
+        self._reference: Training | None = None
+
+    def measure(self, contender: Contender) -> Iterator[tuple[str, Cell]]:
+        """The name and the cell of each of a contender's schedules."""
+        before = held(self._device)
+        started = time.perf_counter()
+        try:
+            task = self._task()
+            training = contender.start(task, self._mode)
+            training.step()
+        except Exception as error:
+            cell = unavailable(error)
+            yield from ((name, cell) for name in contender.schedules)
+            return
+        if contender is REFERENCE:
+            self._reference = training
+        for name, every in contender.schedules.items():
+            try:
+                _let_measure_every(training, every)
+                self._stopwatch.seconds(Candidate(training.step), _WARMUP_PERIODS * every)
+                compile_seconds = time.perf_counter() - started
+                cell = self._numbers(task, training, every, before) | {"compile_seconds": compile_seconds}
+            except Exception as error:
+                cell = unavailable(error)
+            yield name, cell
+            started = time.perf_counter()
+
+    def _task(self) -> Task:
+        return make_task(
+            self._workload,
+            device=self._device,
+            channels_last=self._conditions.channels_last,
+            seed=self._conditions.seed,
+        )
+
+    def _numbers(self, task: Task, training: Training, every: int, before: Held | None) -> Cell:
+        own = Candidate(training.step, every)
+        peak = peak_bytes(
+            lambda: self._stopwatch.seconds(own, every),
+            before,
+            device=self._device,
+            captured=self._mode == "captured",
+        )
+        turns = {"own": own}
+        if self._reference is not None and self._reference is not training:
+            turns[SGD_NAME] = Candidate(self._reference.step)
+        seconds = self._stopwatch.in_turns(turns)
+        of_sgd = seconds["own"] if training is self._reference else seconds.get(SGD_NAME)
+
+        loss = training.step().item()
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss has become {loss}")
+        return {
+            "milliseconds": 1e3 * median(seconds["own"]),
+            "time_to_sgd": None if of_sgd is None else median_ratio(seconds["own"], of_sgd),
+            "peak_bytes": peak,
+            "state_bytes_per_parameter": state_bytes(training.optimizer) / task.parameter_count,
+            "parameters": task.parameter_count,
+        }
+
+
+def _let_measure_every(training: Training, steps: int) -> None:
+    if isinstance(training.optimizer, adahessian.AdaHessian):
+        for group in training.optimizer.param_groups:
+            group["update_every"] = steps
