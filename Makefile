@@ -21,7 +21,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/update_cost.py
+	$(BIN)/adahessian bench --parts update
 
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -58,6 +58,18 @@ class Attention(nn.Module):
         return self.head(attended.mean(1))
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, which is on cuDNN where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
 MLP = Case("mlp", lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), (16, 5))
 REGRESSION = Case("regression", lambda: nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 2)), (12, 3), None)
 CONVOLUTION = Case(
@@ -79,6 +91,7 @@ BATCH_NORM = Case(
     (8, 1, 4, 4),
 )
 ATTENTION = Case("attention", Attention, (6, 5, 4))
+RECURRENT = Case("recurrent", Recurrent, (6, 5, 4))
 
 CASES = [MLP, REGRESSION, CONVOLUTION, CONVOLUTION_1D, CONVOLUTION_3D, BATCH_NORM, ATTENTION]
 

@@ -11,7 +11,20 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-SHAPES = [(), (1,), (2500,), (3, 70), (8, 64), (5, 33), (2, 4100), (4, 3, 3, 3), (6, 5, 7), (2, 3, 2, 3, 2), (0, 4)]
+SHAPES = [
+    (),
+    (1,),
+    (2500,),
+    (3, 70),
+    (8, 64),
+    (5, 33),
+    (2, 4100),
+    (3, 2080),
+    (4, 3, 3, 3),
+    (6, 5, 7),
+    (2, 3, 2, 3, 2),
+    (0, 4),
+]
 SETTINGS = [
     {},
     {"block_size": 8},

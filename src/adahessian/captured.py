@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from adahessian.curvature.batches import map_tensors, slice_batch, tensors_of
-from adahessian.curvature.engine import Found, first_line
+from adahessian.curvature.engine import first_line
 from adahessian.curvature.isolation import devices_of, random_streams_untouched, values_restored
 from adahessian.curvature.kinds import Kinds
 from adahessian.curvature.measurement import Curvature
+from adahessian.curvature.ways import Found
 from adahessian.messages import compiling, say, say_once
 
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
@@ -37,6 +38,7 @@ class CapturedStep:
 
     Raises:
         TypeError: If ``curvature`` is no :class:`adahessian.Curvature`.
+        ValueError: If its product is ``"finite_difference"``.
 
     Example:
         >>> import adahessian
@@ -52,6 +54,11 @@ class CapturedStep:
             raise TypeError(
                 "CapturedStep takes the curvature pass, adahessian.Curvature(model, loss_fn, optimizer), but got a "
                 f"{type(curvature).__name__}"
+            )
+        if curvature.engine.product == "finite_difference":
+            raise ValueError(
+                "finite differences draw random numbers several times over, which cannot be captured: take another "
+                "product, or call curvature.measure(batch) in a loop of your own"
             )
         self.curvature = curvature
         self._model = curvature.model

@@ -23,6 +23,7 @@ _FLAT_TILE = 1024
 _ROWS = 32
 _COLUMNS = 32
 _WEIGH_TILE = 128
+_ROW_OF_LANES = 32
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -189,24 +190,22 @@ class FusedTensors:
         return known
 
     def _upload(self, table: Tensor) -> Tensor:
-        # From ordinary memory a small copy is staged at once: nothing waits, and the source may be freed.
-        return table.to(self.device, non_blocking=True)
+        # From ordinary memory a copy would wait for all that was launched before.
+        return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
 
 
 def _layout(param: Tensor, of: Blocks) -> list[int]:
     """The columns of ``layout`` that :mod:`adahessian.kernels` describes, as far as they depend on the shape."""
-    numel, blocks = param.numel(), math.prod(of.block_shape)
+    sizes = [param.numel(), math.prod(of.block_shape)]
     if of.kernel_dims and not param.is_contiguous():
-        kernel = math.prod(of.shape[-of.kernel_dims :])
-        channels = of.shape[1]
-        return [numel, blocks, kernel * channels, channels, channels, 1, kernel, channels]
-    if of.kernel_dims or of.row_length == 1:
-        size = math.prod(of.shape[-of.kernel_dims :]) if of.kernel_dims else 1
-        return [numel, blocks, size, 1, size, size, size, 1]
-    length, row = of.row_length, of.shape[-1]
-    if row % length == 0:
-        return [numel, blocks, length, 1, length, length, length, 1]
-    return [numel, blocks, row, of.block_shape[-1], row, length, length, 1]
+        kernel, channels = math.prod(of.shape[-of.kernel_dims :]), of.shape[1]
+        return [*sizes, kernel * channels, channels, channels, 1, kernel, channels, 0]
+    if of.row_length > 1 and of.shape[-1] % of.row_length:
+        row, length = of.shape[-1], of.row_length
+        return [*sizes, row, of.block_shape[-1], row, length, length, 1, 0]
+    # Blocks of one size, one after the other.
+    size = math.prod(of.shape[-of.kernel_dims :]) if of.kernel_dims else of.row_length
+    return [*sizes, size, 1, size, size, size, 1, size // _ROW_OF_LANES if size % _ROW_OF_LANES == 0 else 0]
 
 
 def _tiles(sizes: Sequence[int], steps: Sequence[int]) -> Tensor:

@@ -27,9 +27,10 @@ INNER = tl.constexpr(4)
 LENGTH = tl.constexpr(5)
 COUNT = tl.constexpr(6)
 STRIDE = tl.constexpr(7)
-SIGNED = tl.constexpr(8)
-POSITION = tl.constexpr(9)
-LAYOUT = tl.constexpr(10)
+WIDE = tl.constexpr(8)
+SIGNED = tl.constexpr(9)
+POSITION = tl.constexpr(10)
+LAYOUT = tl.constexpr(11)
 
 # Columns of ``settings``.
 SCALE = tl.constexpr(0)
@@ -41,6 +42,9 @@ SIGN = tl.constexpr(5)
 LOG_BETA2 = tl.constexpr(6)
 NEW_AGE = tl.constexpr(7)
 SETTINGS = tl.constexpr(8)
+
+# Where blocks are whole rows of so many elements, ``wide`` says how many rows they have; elsewhere it is 0.
+ROW_OF_LANES = tl.constexpr(32)
 
 UNTOUCHED = tl.constexpr(-1.0)
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -69,38 +73,74 @@ def update(pointers, layout, tiles, settings, ELEMENT: tl.constexpr, ALIGNED: tl
     param += start
     grad += start
     exp_avg += start
-    lane = tl.arange(0, TILE)
-    block = _block_of(layout, start, lane)
-    if left >= TILE:
-        p = tl.load(param + lane).to(tl.float32)
-        g = tl.load(grad + lane).to(tl.float32)
-        m = tl.load(exp_avg + lane).to(tl.float32)
-        d = tl.load(hessian_rms + block)
-        p, m = _step(p, g, m, d, settings)
-        tl.store(param + lane, p.to(ELEMENT))
-        tl.store(exp_avg + lane, m.to(ELEMENT))
+    wide = tl.load(layout + WIDE)
+    if left < TILE:
+        _update_some(param, grad, exp_avg, hessian_rms, layout, settings, start, left, ELEMENT, TILE)
+    elif wide != 0:
+        _update_rows(param, grad, exp_avg, hessian_rms, settings, start // ROW_OF_LANES, wide, ELEMENT, TILE)
     else:
-        inside = lane < left
-        p = tl.load(param + lane, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad + lane, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(exp_avg + lane, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(hessian_rms + block, mask=inside, other=1.0)
-        p, m = _step(p, g, m, d, settings)
-        tl.store(param + lane, p.to(ELEMENT), mask=inside)
-        tl.store(exp_avg + lane, m.to(ELEMENT), mask=inside)
+        _update_all(param, grad, exp_avg, hessian_rms, layout, settings, start, ELEMENT, TILE)
 
 
 @triton.jit
-def _step(p, g, m, d, settings):
-    m += (g * tl.load(settings + SIGN) - m) * tl.load(settings + WEIGHT)
+def _update_all(param, grad, exp_avg, hessian_rms, layout, settings, start, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """A whole tile."""
+    lane = tl.arange(0, TILE)
+    p = tl.load(param + lane).to(tl.float32)
+    g = tl.load(grad + lane).to(tl.float32)
+    m = tl.load(exp_avg + lane).to(tl.float32)
+    d = tl.load(hessian_rms + _block_of(layout, start, lane))
+    p, m = _step(p, g, m, _powered(d, settings), settings)
+    tl.store(param + lane, p.to(ELEMENT))
+    tl.store(exp_avg + lane, m.to(ELEMENT))
+
+
+@triton.jit
+def _update_rows(param, grad, exp_avg, hessian_rms, settings, first, wide, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """A whole tile in rows that each lie within a block: one value of the Hessian is read a row, not an element."""
+    row = tl.arange(0, TILE // ROW_OF_LANES)
+    lane = row[:, None] * ROW_OF_LANES + tl.arange(0, ROW_OF_LANES)[None, :]
+    d = tl.load(hessian_rms + (first + row) // wide)
+    p = tl.load(param + lane).to(tl.float32)
+    g = tl.load(grad + lane).to(tl.float32)
+    m = tl.load(exp_avg + lane).to(tl.float32)
+    p, m = _step(p, g, m, _powered(d, settings)[:, None], settings)
+    tl.store(param + lane, p.to(ELEMENT))
+    tl.store(exp_avg + lane, m.to(ELEMENT))
+
+
+@triton.jit
+def _update_some(
+    param, grad, exp_avg, hessian_rms, layout, settings, start, left, ELEMENT: tl.constexpr, TILE: tl.constexpr
+):
+    """The last tile of a tensor."""
+    lane = tl.arange(0, TILE)
+    inside = lane < left
+    p = tl.load(param + lane, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + lane, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + lane, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(hessian_rms + _block_of(layout, start, lane), mask=inside, other=1.0)
+    p, m = _step(p, g, m, _powered(d, settings), settings)
+    tl.store(param + lane, p.to(ELEMENT), mask=inside)
+    tl.store(exp_avg + lane, m.to(ELEMENT), mask=inside)
+
+
+@triton.jit
+def _powered(d, settings):
+    """The denominator."""
     power = tl.load(settings + POWER)
     if power != 1.0:
         if power == 0.0:
             d = tl.full(d.shape, 1.0, tl.float32)
         else:
             d = tl.exp2(power * tl.log2(d))
-    p = p * tl.load(settings + DECAY) + tl.load(settings + SCALE) * (m / (d + tl.load(settings + EPS)))
-    return p, m
+    return d + tl.load(settings + EPS)
+
+
+@triton.jit
+def _step(p, g, m, v, settings):
+    m += (g * tl.load(settings + SIGN) - m) * tl.load(settings + WEIGHT)
+    return p * tl.load(settings + DECAY) + tl.load(settings + SCALE) * (m / v), m
 
 
 @triton.jit
@@ -139,50 +179,69 @@ def average(
     diagonal = tl.load(pointers + 3 * tensor).to(tl.pointer_type(tl.float32))
     gradient = tl.load(pointers + 3 * tensor + 1).to(tl.pointer_type(ELEMENT))
     estimate = tl.load(pointers + 3 * tensor + 2).to(tl.pointer_type(tl.float32))
-    blocks = tl.load(layout + BLOCKS)
     if tl.load(layout + COUNT) == 1:
-        lane = start + tl.arange(0, TILE)
-        inside = lane < blocks
-        d = tl.load(diagonal + lane, mask=inside, other=0.0)
-        value = tl.abs(d)
-        if GRADIENTS:
-            g = tl.load(gradient + lane, mask=inside, other=0.0).to(tl.float32)
-            value = tl.where((d == 0.0) & (g == 0.0), UNTOUCHED, value)
-        _store_estimate(estimate + lane, value, inside, flags + tensor)
+        _average_singles(diagonal, gradient, estimate, layout, start, flags + tensor, GRADIENTS, TILE)
     else:
-        block = start + tl.arange(0, ROWS)
-        inside = block < blocks
-        q = block // tl.load(layout + BLOCKS_IN_ROW)
-        c = block - q * tl.load(layout + BLOCKS_IN_ROW)
-        row = tl.load(layout + ROW)
-        length = tl.load(layout + LENGTH)
-        count = tl.minimum(tl.load(layout + COUNT), row - c * length)
-        first = q * row + c * length
-        stride = tl.load(layout + STRIDE)
-        signed = tl.load(layout + SIGNED)
-        total = tl.zeros([ROWS], tl.float32)
-        touched = tl.zeros([ROWS], tl.int32)
-        for j in range(0, tl.load(layout + COUNT), COLUMNS):
-            column = j + tl.arange(0, COLUMNS)
-            place = first[:, None] + stride * column[None, :]
-            here = inside[:, None] & (column[None, :] < count[:, None])
-            d = tl.load(diagonal + place, mask=here, other=0.0)
-            seen = d != 0.0
-            if GRADIENTS:
-                seen |= tl.load(gradient + place, mask=here, other=0.0).to(tl.float32) != 0.0
-                touched = tl.maximum(touched, tl.max(seen.to(tl.int32), axis=1))
-            total += tl.sum(tl.where(signed != 0, d, tl.abs(d)), axis=1)
-        value = tl.abs(total / count.to(tl.float32))
+        _average_blocks(diagonal, gradient, estimate, layout, start, flags + tensor, GRADIENTS, ROWS, COLUMNS)
+
+
+@triton.jit
+def _average_singles(diagonal, gradient, estimate, layout, start, flag, GRADIENTS: tl.constexpr, TILE: tl.constexpr):
+    lane = start + tl.arange(0, TILE)
+    inside = lane < tl.load(layout + BLOCKS)
+    d = tl.load(diagonal + lane, mask=inside, other=0.0)
+    value = tl.abs(d)
+    if GRADIENTS:
+        g = tl.load(gradient + lane, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where((d == 0.0) & (g == 0.0), UNTOUCHED, value)
+    _store_estimate(estimate + lane, value, inside, flag)
+
+
+@triton.jit
+def _average_blocks(
+    diagonal,
+    gradient,
+    estimate,
+    layout,
+    start,
+    flag,
+    GRADIENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    block = start + tl.arange(0, ROWS)
+    inside = block < tl.load(layout + BLOCKS)
+    blocks_in_row = tl.load(layout + BLOCKS_IN_ROW)
+    row = tl.load(layout + ROW)
+    length = tl.load(layout + LENGTH)
+    most = tl.load(layout + COUNT)
+    stride = tl.load(layout + STRIDE)
+    signed = tl.load(layout + SIGNED)
+    q = block // blocks_in_row
+    c = block - q * blocks_in_row
+    count = tl.minimum(most, row - c * length)
+    first = q * row + c * length
+    total = tl.zeros([ROWS], tl.float32)
+    touched = tl.zeros([ROWS], tl.int32)
+    for j in range(0, most, COLUMNS):
+        column = j + tl.arange(0, COLUMNS)
+        place = first[:, None] + stride * column[None, :]
+        here = inside[:, None] & (column[None, :] < count[:, None])
+        d = tl.load(diagonal + place, mask=here, other=0.0)
         if GRADIENTS:
-            value = tl.where(touched != 0, value, UNTOUCHED)
-        _store_estimate(estimate + block, value, inside, flags + tensor)
+            g = tl.load(gradient + place, mask=here, other=0.0).to(tl.float32)
+            touched = tl.maximum(touched, tl.max(((d != 0.0) | (g != 0.0)).to(tl.int32), axis=1))
+        total += tl.sum(tl.where(signed != 0, d, tl.abs(d)), axis=1)
+    value = tl.abs(total / count.to(tl.float32))
+    if GRADIENTS:
+        value = tl.where(touched != 0, value, UNTOUCHED)
+    _store_estimate(estimate + block, value, inside, flag)
 
 
 @triton.jit
 def _store_estimate(places, value, inside, flag):
     tl.store(places, value, mask=inside)
-    square = value * value
-    not_finite = inside & (square - square != 0.0)
+    not_finite = inside & ~(value * value < float("inf"))
     if tl.max(not_finite.to(tl.int32), axis=0) != 0:
         tl.store(flag, 1)
 

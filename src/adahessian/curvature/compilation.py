@@ -52,11 +52,10 @@ def compile_derivatives(
             probe = [mark(z) for z in probe]
         if channels_last:
             parameters, probe, batch = in_channels_last([list(parameters), list(probe), batch])
-        found = loss.derivatives(product, parameters, buffers, probe, batch)
-        return found._replace(
-            gradients=[_in_order_of(g, param) for g, param in zip(found.gradients, shapes, strict=True)],
-            diagonal=[_in_order_of(d, param) for d, param in zip(found.diagonal, shapes, strict=True)],
-        )
+        value, gradients, diagonal, after = loss.derivatives(product, parameters, buffers, probe, batch)
+        gradients = [_in_order_of(g, param) for g, param in zip(gradients, shapes, strict=True)]
+        diagonal = [_in_order_of(d, param) for d, param in zip(diagonal, shapes, strict=True)]
+        return value, gradients, diagonal, after
 
     compiled: Compiled = torch.compile(
         derivatives,

@@ -2,10 +2,10 @@
 
     H z = (g(theta + h z) - g(theta - h z)) / (2 h) + O(h^2) + O(eps / h)
 
-Two ordinary gradients; nothing is differentiated twice. Where a gradient jumps, as at the kink of a ReLU, the difference
-is not the curvature: what crosses a kink adds its jump divided by h, and the error grows as h shrinks, like h^(-1/2). On
-a ResNet8 the relative error is 12, 3.8 and 1.2 at h = 1e-4, 1e-3 and 1e-2; with GELU in place of ReLU it is 4e-4, 3e-3
-and 0.2. So a graph with a kink is refused.
+Two ordinary gradients; nothing is differentiated twice. Where a gradient jumps, as at the kink of a ReLU, the
+difference is not the curvature: what crosses a kink adds its jump divided by h, and the error grows as h shrinks, like
+h^(-1/2). On a ResNet20 in float32 the relative error is 17, 5 and 1.3 at h = 1e-4, 1e-3 and 1e-2; with GELU in place
+of ReLU it is 0.0004, 0.03 and 0.7. So a graph with a kink is refused.
 
 A second derivative that jumps does no harm: the difference is its mean over the step.
 """
@@ -22,25 +22,23 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from adahessian.curvature.errors import CurvatureError
-from adahessian.curvature.graph import _nodes
+from adahessian.curvature.graph import nodes
+from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
 
 # Operations whose first derivative jumps, by the names of their nodes.
-_KINKED = frozenset(
-    """
-    Relu LeakyRelu PreluKernel RreluWithNoise RreluWithNoiseFunctional Threshold
-    Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink
-    MaxPool2D MaxPool2DWithIndices MaxPool3DWithIndices MkldnnMaxPool2D MkldnnMaxPool3D
-    AdaptiveMaxPool2D AdaptiveMaxPool3D FractionalMaxPool2D FractionalMaxPool3D
-    GridSampler2D GridSampler3D GridSampler2DCpuFallback CudnnGridSampler
-    Abs Angle Sign Sgn Copysign Clamp ClampMin ClampMax Renorm
-    Ceil Floor Frac Round Trunc Fmod Remainder
-    Max Min Maximum Minimum Fmax Fmin Amax Amin Aminmax Cummax Cummin
-    Median Nanmedian Mode Kthvalue Sort Topk
-    MultiMarginLoss MultilabelMarginLoss
-    FakeQuantizePerTensorAffineCachemask FakeQuantizePerTensorAffineCachemaskTensorQparams
-    FakeQuantizePerChannelAffineCachemask FakeQuantizeLearnablePerTensorAffine FakeQuantizeLearnablePerChannelAffine
-    FusedMovingAvgObsFqHelper
-    """.split()
+_KINKED = re.compile(
+    r"""
+      (Leaky)?Relu | PreluKernel | RreluWithNoise(Functional)? | Threshold
+    | Hard(tanh|swish|sigmoid|shrink) | Softshrink
+    | (Adaptive|Fractional|Mkldnn)?MaxPool\dD(WithIndices)?
+    | (Cudnn)?GridSampler(\dD(CpuFallback)?)?
+    | Abs | Angle | Sign | Sgn | Copysign | Clamp(Min|Max)? | Renorm
+    | Ceil | Floor | Frac | Round | Trunc | Fmod | Remainder | FakeQuantize\w+ | FusedMovingAvgObsFqHelper
+    | Max(imum)? | Min(imum)? | Fmax | Fmin | Amax | Amin | Aminmax | Cummax | Cummin
+    | Median | Nanmedian | Mode | Kthvalue | Sort | Topk
+    | Multi(label)?MarginLoss
+    """,
+    re.VERBOSE,
 )
 
 
@@ -101,7 +99,7 @@ def relative_step(loss: Tensor) -> float:
     Args:
         loss: A loss with its graph.
     """
-    dtypes = {output.dtype for node in _nodes([loss]) for output in node._input_metadata}
+    dtypes = {output.dtype for node in nodes([loss]) for output in node._input_metadata}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return float(0.5 * eps ** (1 / 3))
 
@@ -117,7 +115,7 @@ def check_smooth(loss: Tensor) -> None:
     Raises:
         CurvatureError: If an operation has a kink or cannot be looked into; it is named, with the remedy.
     """
-    problems = sorted({problem for node in _nodes([loss]) if (problem := _problem(node)) is not None})
+    problems = sorted({problem for node in nodes([loss]) if (problem := _problem(node)) is not None})
     if problems:
         raise CurvatureError(
             f"no curvature by finite differences: {', '.join(problems)}. Gradients that jump have differences that are "
@@ -128,19 +126,24 @@ def check_smooth(loss: Tensor) -> None:
 
 def _problem(node: Node) -> str | None:
     function = getattr(node, "_forward_cls", None)
-    if function is not None:
-        return f"{function.__qualname__} is an autograd function of its own, which may have a kink"
-    if "CppNode" in node.name():
-        return f"{node.name()} is an autograd function of its own, which may have a kink"
+    if function is not None or "CppNode" in node.name():
+        return f"{getattr(function, '__qualname__', node.name())} is a function of its own, which may have a kink"
     named = re.match(r"(?:Foreach)?(\w+?)Backward", node.name())
     operation = named.group(1) if named else ""
-    if operation in _KINKED or (operation in _KINKED_IF and _KINKED_IF[operation](node)):
+    if _KINKED.fullmatch(operation) or (operation in _KINKED_IF and _KINKED_IF[operation](node)):
         return f"{operation} has a kink"
     return None
 
 
 def _scale(parameters: Sequence[Tensor]) -> float:
-    weights = [param.detach() for param in parameters if param.dim() > 1] or [param.detach() for param in parameters]
-    sizes = torch.stack([weight.abs().square().mean().sqrt().to("cpu", torch.float64) for weight in weights])
+    """The median root mean square of matrices and kernels, or of all parameters where there are none."""
+    weights = [param for param in parameters if param.dim() > 1] or parameters
+    sizes = torch.stack([_root_mean_square(weight).to(weights[0].device) for weight in weights])
     sizes = sizes[sizes > 0]
     return float(sizes.median()) if len(sizes) else 1.0
+
+
+def _root_mean_square(weight: Tensor) -> Tensor:
+    reals = as_reals(weight.detach())
+    norm: Tensor = torch.linalg.vector_norm(reals, dtype=accumulation_dtype(reals.dtype))
+    return norm / math.sqrt(reals.numel())

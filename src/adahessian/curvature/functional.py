@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,8 @@ Buffers = dict[str, Tensor]
 Product = Literal["forward_over_reverse", "double_backward"]
 
 
-class Derivatives(NamedTuple):
-    """A loss, its derivatives along one probe, and what the pass did to the buffers."""
-
-    loss: Tensor
-    gradients: list[Tensor]
-    diagonal: list[Tensor]
-    buffers: Buffers
+# The loss, its gradients, ``z * (H z)`` and the buffers after the pass; a plain tuple, which every compiler knows.
+Derivatives = tuple[Tensor, list[Tensor], list[Tensor], Buffers]
 
 
 class FunctionalLoss(nn.Module):
@@ -85,7 +80,7 @@ class FunctionalLoss(nn.Module):
             z.to(wide) * p.to(wide)
             for z, p, wide in ((z, p, accumulation_dtype(z.dtype)) for z, p in zip(probe, products, strict=True))
         ]
-        return Derivatives(loss, gradients, diagonal, after)
+        return loss, gradients, diagonal, after
 
 
 def in_channels_last(tensors: Any) -> Any:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from adahessian.curvature.errors import CurvatureError
-from adahessian.curvature.graph import _nodes
-from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
+from adahessian.curvature.graph import nodes
+from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, refuse_sparse
 from adahessian.curvature.isolation import untouched
 from adahessian.curvature.labels import draw_labels
 from adahessian.curvature.passes import CurvaturePass, Model
@@ -49,7 +49,8 @@ class GaussNewton(CurvaturePass[Model]):
             example of the mean. Where padding does not, select what does: ``model(tokens)[tokens != padding]``. Labels
             are not needed: the matrix is the same for all of them, smoothed ones too.
         optimizer: The optimizer that uses the curvature and says when it is due. ``num_probes`` counts draws of labels,
-            each a backward pass more.
+            each a backward pass more. Of a compiled model torch allows only one, unless it was compiled with
+            ``torch._functorch.config.donated_buffer = False``.
         batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples.
         batch_dim: The dimension of the batch's tensors that counts examples.
 
@@ -99,8 +100,7 @@ class GaussNewton(CurvaturePass[Model]):
             found = torch.autograd.grad(loss, params, retain_graph=draw + 1 < draws, allow_unused=True)
             gradients = {param: g for param, g in zip(params, found, strict=True) if g is not None}
             for param, gradient in gradients.items():
-                if gradient.is_sparse:
-                    raise CurvatureError("a gradient is sparse: give the embedding sparse=False")
+                refuse_sparse(gradient)
                 if param not in diagonal:
                     diagonal[param] = torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
                 real = as_reals(gradient)
@@ -126,7 +126,7 @@ def _check(logits: object) -> None:
             "the logits have no graph: logits_fn must compute them from the model's parameters, without "
             "torch.no_grad() or .detach(), and at least one parameter must require a gradient"
         )
-    if any(getattr(node, "_forward_cls", None) is CheckpointFunction for node in _nodes([logits])):
+    if any(getattr(node, "_forward_cls", None) is CheckpointFunction for node in nodes([logits])):
         raise CurvatureError(
             "reentrant activation checkpointing hides its parameters from the pass. Remedy: call "
             "torch.utils.checkpoint with use_reentrant=False"

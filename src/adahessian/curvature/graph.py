@@ -25,7 +25,7 @@ def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
     Raises:
         CurvatureError: If such an operation is found; it is named, with the remedy.
     """
-    for node in _nodes(tensors):
+    for node in nodes(tensors):
         problem = _problem(node)
         if problem is not None:
             raise CurvatureError(f"no curvature: {problem}, or freeze the parameters before it.")
@@ -55,7 +55,8 @@ def _problem(node: Node) -> str | None:
     return None
 
 
-def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
+def nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    """All nodes of the graph behind tensors."""
     seen: set[Node] = set()
     waiting = [tensor.grad_fn for tensor in tensors]
     while waiting:

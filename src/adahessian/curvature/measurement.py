@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adahessian.curvature.engine import PRODUCTS, Engine, ProductName
 from adahessian.curvature.passes import CurvaturePass, Model
+from adahessian.curvature.ways import Problem
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
@@ -43,7 +44,7 @@ class Curvature(CurvaturePass[Model]):
 
     Example:
         >>> import adahessian
-        >>> model = nn.Linear(3, 1)
+        >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = adahessian.AdaHessian(model.parameters(), update_every=10)
         >>> curvature = Curvature(model, lambda m, batch: m(batch).square().mean(), optimizer, batch_fraction=0.25)
         >>> curvature.measure(torch.ones(8, 3))
@@ -72,7 +73,8 @@ class Curvature(CurvaturePass[Model]):
         if tangent_dtype not in (None, torch.bfloat16):
             raise ValueError(f"Invalid tangent_dtype: {tangent_dtype!r}. It must be torch.bfloat16 or None.")
         self.loss_fn = loss_fn
-        self._engine = Engine(model, loss_fn, optimizer, product=product, compile=compile, tangent_dtype=tangent_dtype)
+        problem = Problem(model, loss_fn, optimizer)
+        self._engine = Engine(problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
 
     @property
     def engine(self) -> Engine:

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 # Its place (part, workload, mode and optimizer) and what was measured, or "unavailable" with the reason.
 Cell: TypeAlias = dict[str, Any]
 
-# What whole steps are set against, and how the ratios are called.
-BASES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
 _LONGEST_REASON = 200
 
 
@@ -20,23 +18,24 @@ def unavailable(error: Exception) -> Cell:
 
 
 def with_ratios(cell: Cell, beside: Mapping[str, Cell]) -> Cell:
-    """A cell with its time and its peak memory over those of the bases, as far as these are known.
+    """A cell with its time and its peak memory over those of others, as far as these are known.
 
-    Times are compared by way of SGD, with which each took turns: two times of their own may come from two states of the
-    machine.
+    Each took turns with SGD, and times are compared by way of it: two times by themselves may come from two states of
+    the machine.
 
     Args:
         cell: What was measured of a whole step.
         beside: The cells of the same workload and mode, by optimizer.
     """
-    ratios = {}
-    for base, short in BASES.items():
-        of_base = beside.get(base, {})
-        ratios[f"time_to_{short}"] = _ratio(cell, of_base, "time_to_sgd")
-        ratios[f"peak_to_{short}"] = _ratio(cell, of_base, "peak_bytes")
-    return cell | ratios
+    sgd, adam, adamw = (beside.get(name, {}) for name in ("SGD", "Adam", "AdamW"))
+    return cell | {
+        "time_to_adam": _ratio(cell, adam, "time_to_sgd"),
+        "time_to_adamw": _ratio(cell, adamw, "time_to_sgd"),
+        "peak_to_sgd": _ratio(cell, sgd, "peak_bytes"),
+        "peak_to_adamw": _ratio(cell, adamw, "peak_bytes"),
+    }
 
 
-def _ratio(cell: Cell, of_base: Cell, number: str) -> float | None:
-    own, other = cell.get(number), of_base.get(number)
+def _ratio(cell: Cell, base: Cell, number: str) -> float | None:
+    own, other = cell.get(number), base.get(number)
     return None if own is None or other is None else own / other

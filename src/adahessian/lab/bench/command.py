@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import torch
 from rich.console import Console
 
-from adahessian.lab.bench import update, workloads
+from adahessian.lab.bench import update
 from adahessian.lab.bench.cells import Cell
-from adahessian.lab.bench.conditions import Conditions
+from adahessian.lab.bench.conditions import Conditions, DeviceName
 from adahessian.lab.bench.contenders import ADAM_NAME, CONTENDERS, Contender
 from adahessian.lab.bench.growth import measure_growth
 from adahessian.lab.bench.peers import installed_peers
@@ -30,10 +30,10 @@ from adahessian.lab.provenance import provenance
 Part = Literal["steps", "overhead", "growth", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-_WIDTH_IN_A_LOG = 150
+_WIDTH_IN_A_LOG = 170
 
 
-def _default_device() -> str:
+def _default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -55,7 +55,7 @@ class Bench:
     """Only optimizers whose names begin so, such as AdamW or pytorch_optimizer. SGD, which times are set against, is
     always there."""
 
-    device: str = field(default_factory=_default_device)
+    device: DeviceName = field(default_factory=_default_device)
     """Where to measure."""
 
     channels_last: bool = field(default_factory=torch.cuda.is_available)
@@ -85,11 +85,17 @@ class Bench:
         conditions.set_up()
         peers, not_found = installed_peers()
         results = Results(
-            self.output or Path("results") / f"bench-{torch.device(self.device).type}.json",
+            self.output or Path("results") / f"bench-{self.device}.json",
             provenance=provenance(seed=self.seed),
             conditions=conditions.record(),
             not_found=not_found,
         )
+        if results.replaces_others:
+            console.print(
+                f"{results.path} comes from other code, hardware, versions or conditions: it is written anew",
+                highlight=False,
+                soft_wrap=True,
+            )
         with warnings.catch_warnings():
             # Each step of a peer lets go of the cycle that torch warns of.
             warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
@@ -107,25 +113,23 @@ class Bench:
     def _check(self) -> None:
         if self.rounds < 1:
             raise SystemExit("adahessian bench: --rounds must be 1 or more")
-        on_gpu = torch.device(self.device).type == "cuda"
-        if on_gpu and not torch.cuda.is_available():
-            raise SystemExit(f"adahessian bench: there is no {self.device} here")
-        if "captured" in (self.modes or ()) and not on_gpu:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise SystemExit("adahessian bench: --device cuda needs a GPU that torch can use")
+        if self.device == "cpu" and "captured" in self.modes:
             raise SystemExit("adahessian bench: --modes captured needs a GPU: there are no CUDA graphs on a CPU")
 
     def _cells(self, conditions: Conditions, peers: list[Contender]) -> Iterator[Cell]:
-        sizes = workloads.GPU_WORKLOADS if conditions.on_gpu else workloads.CPU_WORKLOADS
         stopwatch = Stopwatch(device=torch.device(self.device), rounds=self.rounds, min_seconds=self.min_seconds)
         for workload, mode in product(self.workloads, self.modes or (MODES if conditions.on_gpu else MODES[:1])):
             if contenders := self._contenders(workload, mode, peers):
                 for name, cell in measure_whole_steps(
-                    sizes[workload], mode, contenders, conditions=conditions, stopwatch=stopwatch
+                    conditions.workloads[workload], mode, contenders, conditions=conditions, stopwatch=stopwatch
                 ):
                     yield _placed("steps", workload, mode, name, cell)
         if "growth" in self.parts:
             for workload, mode in product(self.workloads[:1], self.modes or MODES[:1]):
                 for size, name, cell in measure_growth(
-                    sizes[workload], mode, conditions=conditions, stopwatch=stopwatch
+                    conditions.workloads[workload], mode, conditions=conditions, stopwatch=stopwatch
                 ):
                     yield _placed("growth", f"{workload}, {size}", mode, name, cell)
         if "update" in self.parts:

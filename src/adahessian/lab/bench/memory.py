@@ -22,9 +22,9 @@ class Held(NamedTuple):
 
 def held(device: torch.device) -> Held | None:
     """What is held now, once everything that can be freed is; None on a CPU, where nobody counts."""
-    gc.collect()
     if device.type != "cuda":
         return None
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return Held(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())

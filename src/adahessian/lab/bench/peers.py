@@ -42,7 +42,7 @@ class _Peer:
         except (ImportError, AttributeError):
             return None
         start = partial(self.start, optimizer_class, every=self.every, **self.settings)
-        # They need backward(create_graph=True), or were written to be called so.
+        # Those that need backward(create_graph=True) cannot be compiled, and none was made to be captured.
         return Contender(schedules={self.name: self.every}, start=start, modes=("eager",))
 
 

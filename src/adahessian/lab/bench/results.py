@@ -31,10 +31,14 @@ class Results:
             "peers_not_found": not_found,
         }
         self._cells: dict[str, Cell] = {}
-        earlier = json.loads(path.read_text()) if path.exists() else None
-        if earlier is not None and _comparable(earlier, self._about):
-            self._cells = earlier["cells"]
-            self._about["commands"] = [*earlier["commands"], provenance["command"]]
+        # Whether the file holds cells that may not stand beside new ones, and gives them up.
+        self.replaces_others = False
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            self.replaces_others = not _comparable(earlier, self._about)
+            if not self.replaces_others:
+                self._cells = earlier["cells"]
+                self._about["commands"] = [*earlier["commands"], provenance["command"]]
 
     @property
     def cells(self) -> dict[str, Cell]:

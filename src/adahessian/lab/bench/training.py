@@ -32,6 +32,9 @@ class Training:
     step: Step
     """Takes one whole step and returns its loss."""
 
+    curvature: Callable[[], str] | None = None
+    """Says how the curvature is computed, once a step has been taken: not every network can be compiled."""
+
 
 def plain(task: Task, optimizer: Optimizer, mode: Mode) -> Training:
     """The loop that everybody writes, for an optimizer that asks for gradients alone."""
@@ -57,7 +60,7 @@ def with_curvature(
     batch_fraction: float,
     tangent_dtype: torch.dtype | None = None,
 ) -> Training:
-    """The loop of AdaHessian, whose curvature is measured in a pass of its own."""
+    """The whole step of AdaHessian: gradient and curvature from one pass where both are of the whole batch."""
     curvature = adahessian.Curvature(
         task.model,
         mean_loss,
@@ -66,16 +69,8 @@ def with_curvature(
         compile=mode != "eager",
         tangent_dtype=tangent_dtype,
     )
-    if mode != "eager":
-        whole_step = adahessian.CapturedStep(curvature, capture=mode == "captured")
-        return Training(optimizer, lambda: whole_step(task.batch))
-    ordinary = plain(task, optimizer, mode)
-
-    def step() -> Tensor:
-        curvature.measure(task.batch)
-        return ordinary.step()
-
-    return Training(optimizer, step)
+    whole_step = adahessian.CapturedStep(curvature, capture=mode == "captured")
+    return Training(optimizer, lambda: whole_step(task.batch), lambda: curvature.engine.choice(task.batch).name)
 
 
 def with_graph_of_gradient(task: Task, optimizer: Optimizer, *, every: int) -> Training:
@@ -135,7 +130,8 @@ def _captured(task: Task, optimizer: Optimizer) -> Step:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay() -> Tensor:
+    def replay(alive: Step = step) -> Tensor:
+        # The graph knows only the addresses of what the step uses: something must keep that alive.
         graph.replay()
         return loss
 
@@ -143,6 +139,6 @@ def _captured(task: Task, optimizer: Optimizer) -> Step:
 
 
 def _loss_to_capture(task: Task) -> LossFn:
-    """The compiled loss, or the loss as it is written where torch compiles it not, as with recurrent layers."""
+    """The compiled loss; as it is written where there are recurrent layers, which torch does not compile."""
     recurrent = any(isinstance(module, nn.RNNBase) for module in task.model.modules())
     return mean_loss if recurrent else _compiled_loss()

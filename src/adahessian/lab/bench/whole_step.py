@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import torch
@@ -19,6 +20,7 @@ from adahessian.lab.bench.training import Mode, Training
 from adahessian.lab.bench.workloads import Task, Workload, make_task
 
 _WARMUP_PERIODS = 1
+_MOST_COMPILED_VERSIONS = 64
 
 
 def measure_whole_steps(
@@ -30,11 +32,17 @@ def measure_whole_steps(
     with it. What fails becomes a cell that says why.
     """
     steps = _WholeSteps(workload, mode, conditions, stopwatch)
-    for contender in (REFERENCE, *contenders):
-        yield from steps.measure(contender)
-    if mode != "eager":
-        # Compiled code is kept for ever otherwise, and only so much of it for one function.
-        torch.compiler.reset()
+    with nullcontext() if mode == "eager" else _room_for_compiled_code():
+        for contender in (REFERENCE, *contenders):
+            yield from steps.measure(contender)
+
+
+@contextmanager
+def _room_for_compiled_code() -> Iterator[None]:
+    """Let one function be compiled for many contenders, and forget all that was compiled when they are through."""
+    with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VERSIONS):
+        yield
+    torch.compiler.reset()
 
 
 class _WholeSteps:
@@ -102,6 +110,7 @@ class _WholeSteps:
             "peak_bytes": peak,
             "state_bytes_per_parameter": state_bytes(training.optimizer) / task.parameter_count,
             "parameters": task.parameter_count,
+            "curvature": None if training.curvature is None else training.curvature(),
         }
 
 

@@ -122,8 +122,8 @@ GPU_WORKLOADS: dict[WorkloadName, Workload] = {
 }
 # Small enough for two cores and a few minutes.
 CPU_WORKLOADS: dict[WorkloadName, Workload] = {
-    "resnet20": Images(depth=20, batch_size=8),
-    "resnet32": Images(depth=32, batch_size=8),
+    "resnet20": Images(depth=20, batch_size=4),
+    "resnet32": Images(depth=32, batch_size=4),
     "gpt": GPTTokens(depth=2, width=128, heads=4, vocabulary=512, length=64, batch_size=4),
     "lstm": LSTMTokens(depth=2, width=128, vocabulary=512, length=16, batch_size=16),
 }

@@ -1,0 +1,140 @@
+"""The check of a product against double backward, once, on the batch that it is first used on.
+
+Some versions of torch return wrong second derivatives for some operations without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from adahessian.curvature.isolation import devices_of
+from adahessian.curvature.ways import Found, Problem, Way, double_backward
+from adahessian.messages import say
+
+# Largest error relative to double backward: of all parameters together, and of a single one. Rounding to tf32 or less
+# moves units of ReLU networks across their kinks, and with them some per cent of the product.
+_EXACT = {torch.float64: (1e-6, 1e-5), torch.float32: (1e-2, 5e-2)}
+_REDUCED = (0.25, 0.5)
+
+
+class UnfitError(Exception):
+    """A way that does not work for this model."""
+
+
+class Reference(NamedTuple):
+    """What double backward finds."""
+
+    diagonal: list[Tensor | None]
+    """The diagonal, along the probes of the measurement that is due."""
+
+    unused: tuple[int, ...]
+    """The parameters that take no part in the loss."""
+
+    is_random: bool
+    """Whether the pass draws random numbers."""
+
+
+def reference(problem: Problem, part: object) -> Reference | None:
+    """What to compare with; None if it does not fit into memory."""
+    try:
+        with problem.random_streams_untouched():
+            before = _random_states(problem.model)
+            found = double_backward(problem)(part, problem.optimizer.draw_probes, False)
+            is_random = before != _random_states(problem.model)
+    except torch.OutOfMemoryError:
+        say("the curvature is not compared with that by double backward, which does not fit into memory")
+        return None
+    unused = tuple(i for i, gradient in enumerate(found.gradients) if gradient is None)
+    return Reference(found.diagonal, unused, is_random)
+
+
+def agreement(
+    problem: Problem, part: object, found: Found, way: Way, expected: Reference | None, *, rounded: bool
+) -> str:
+    """How well a product agrees with double backward, in words.
+
+    Args:
+        problem: The loss.
+        part: The part of the batch that the product was computed on.
+        found: The product.
+        way: How it was computed, without the compiler. Where the loss is random it is compared instead, with dropout
+            off: the compiler may draw random numbers in another order.
+        expected: What to compare with.
+        rounded: Whether the product was rounded on purpose.
+
+    Raises:
+        UnfitError: If it does not agree.
+    """
+    if expected is None:
+        return "not compared with double backward for want of memory"
+    diagonal = expected.diagonal
+    if expected.is_random:
+        with problem.random_streams_untouched(), _without_dropout(problem.model):
+            before = _random_states(problem.model)
+            diagonal = double_backward(problem)(part, problem.optimizer.draw_probes, False).diagonal
+            found = way(part, problem.optimizer.draw_probes, False)
+            if before != _random_states(problem.model):
+                return "not compared with double backward, as the loss is random even without dropout"
+    overall, worst = errors(found.diagonal, diagonal)
+    bounds = _REDUCED if rounded else _bounds(problem.parameters)
+    if not (overall <= bounds[0] and worst <= bounds[1]):
+        raise UnfitError(
+            f"it differs from double backward by {overall:.1%} in norm, by {worst:.1%} for a single parameter, so that "
+            "an operation of the model is differentiated wrongly"
+        )
+    return f"within {overall:.1g} of double backward"
+
+
+def errors(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> tuple[float, float]:
+    """The relative error of all parameters together, and the largest of a single one."""
+    squares = [
+        ((a.double() - b.double()).square().sum().item(), b.double().square().sum().item(), b.numel())
+        for a, b in zip(found, expected, strict=True)
+        if a is not None and b is not None and b.numel()
+    ]
+    total = sum(square for _, square, _ in squares)
+    elements = sum(count for _, _, count in squares)
+    if total == 0:
+        return (0.0, 0.0) if all(error == 0 for error, _, _ in squares) else (math.inf, math.inf)
+    # A parameter with next to no curvature is measured by a thousandth of the average one.
+    worst = max(error / max(square, 1e-6 * total * count / elements) for error, square, count in squares)
+    return math.sqrt(sum(error for error, _, _ in squares) / total), math.sqrt(worst)
+
+
+def _bounds(params: Sequence[Tensor]) -> tuple[float, float]:
+    """How large errors may be, by the precision that products are computed in."""
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) > 1 or dtypes.isdisjoint(_EXACT):
+        return _REDUCED
+    (dtype,) = dtypes
+    # On other devices than a CPU float32 is often tf32.
+    on_cpu = all(param.device.type == "cpu" for param in params)
+    return _EXACT[dtype] if on_cpu or dtype == torch.float64 else _REDUCED
+
+
+def _random_states(model: nn.Module) -> list[bytes]:
+    states = [torch.get_rng_state()]
+    for device in devices_of(model):
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+    return [bytes(state.numpy()) for state in states]
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put all modules but those that count batches into evaluation mode: batch norm is to stay what it is."""
+    training = [module for module in model.modules() if module.training and not isinstance(module, _NormBase)]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

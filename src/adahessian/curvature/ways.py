@@ -1,0 +1,188 @@
+"""The ways to the second derivatives of a loss, each from a part of a batch to what was found there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from adahessian.curvature.attention import PlainAttention
+from adahessian.curvature.backends import twice_differentiable
+from adahessian.curvature.compilation import Compiled
+from adahessian.curvature.errors import CurvatureError, explained
+from adahessian.curvature.finite_difference import check_smooth, finite_difference_product, relative_step
+from adahessian.curvature.functional import FunctionalLoss, Product
+from adahessian.curvature.graph import check_twice_differentiable
+from adahessian.curvature.hutchinson import hessian_diagonal
+from adahessian.curvature.isolation import devices_of, model_untouched, random_streams_untouched
+
+if TYPE_CHECKING:
+    from adahessian.optimizer import AdaHessian
+
+# The probes, by number.
+Draw = Callable[[int], Sequence[Tensor]]
+
+
+class Found(NamedTuple):
+    """What a pass has found, in the order of the parameters. One that took no part in the loss has None."""
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+    diagonal: list[Tensor | None]
+
+
+# From a part of a batch, the probes, and whether the model keeps what the pass did to its buffers, as training does.
+Way = Callable[[Any, Draw, bool], Found]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss to be differentiated by an optimizer's parameters."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    optimizer: AdaHessian
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What to differentiate by."""
+        return self.optimizer.measured_parameters()
+
+    def functional(self) -> FunctionalLoss:
+        """The loss as a function of the parameters."""
+        return FunctionalLoss(self.model, self.loss_fn, self.parameters)
+
+    def random_streams_untouched(self) -> AbstractContextManager[None]:
+        """Put back what is drawn inside."""
+        return random_streams_untouched(devices_of(self.model))
+
+
+def double_backward(problem: Problem) -> Way:
+    """On the model itself, as it is: the way that always works."""
+
+    def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(twice_differentiable(problem.model))
+            if not keep_buffers:
+                stack.enter_context(model_untouched(problem.model))
+            loss = problem.loss_fn(problem.model, part)
+            _check(loss)
+            params = problem.parameters
+            with explained():
+                gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+            if all(gradient is None for gradient in gradients):
+                raise CurvatureError("the loss depends on none of the optimizer's parameters: is this its model?")
+            diagonal = hessian_diagonal(gradients, params, draw, problem.optimizer.num_probes)
+        return Found(loss.detach(), [g if g is None else g.detach() for g in gradients], diagonal)
+
+    return compute
+
+
+def uncompiled(problem: Problem, product: Product) -> Compiled:
+    """What :func:`adahessian.curvature.compilation.compile_derivatives` compiles, as it is."""
+    loss = problem.functional()
+    return lambda params, buffers, probe, part: loss.derivatives(product, params, buffers, probe, part)
+
+
+def functional(problem: Problem, function: Compiled, *, compiled: bool, unused: Sequence[int]) -> Way:
+    """By a function of the parameters, a pass for each probe; ``unused`` are the parameters that take no part."""
+
+    def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
+        params = [param.detach() for param in problem.parameters]
+        buffers = {f"model.{name}": buffer for name, buffer in problem.model.named_buffers()}
+        probes = problem.optimizer.num_probes
+        with torch.no_grad(), twice_differentiable(problem.model, compiled=compiled), PlainAttention():
+            others = []
+            for probe in range(1, probes):
+                # All passes draw the random numbers that the last one, which comes next, is to draw.
+                with nullcontext() if _is_capturing() else problem.random_streams_untouched():
+                    others.append(function(params, buffers, draw(probe), part)[2])
+            loss, gradients, diagonal, after = function(params, buffers, draw(0), part)
+            for other in others:
+                torch._foreach_add_(diagonal, other)
+            if others:
+                torch._foreach_div_(diagonal, probes)
+            if keep_buffers and buffers:
+                torch._foreach_copy_(list(buffers.values()), [after[name] for name in buffers])
+        return Found(loss, _without(gradients, unused), _without(diagonal, unused))
+
+    return compute
+
+
+def finite_difference(problem: Problem) -> Way:
+    """By ordinary gradients on both sides of the parameters."""
+
+    def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
+        function = problem.functional()
+        params = [param.detach() for param in problem.parameters]
+
+        def loss_at(place: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            leaves = [tensor.detach().requires_grad_() for tensor in place]
+            loss = functional_call(function, dict(zip(function.names, leaves, strict=True)), (part,))
+            return loss, leaves
+
+        def gradient(place: Sequence[Tensor]) -> list[Tensor | None]:
+            # Every pass draws the same random numbers.
+            with model_untouched(problem.model), problem.random_streams_untouched():
+                loss, leaves = loss_at(place)
+                return list(torch.autograd.grad(loss, leaves, allow_unused=True))
+
+        with torch.enable_grad(), twice_differentiable(problem.model), _without_tf32():
+            with model_untouched(problem.model), problem.random_streams_untouched():
+                loss, _ = loss_at(params)
+                _check(loss)
+                check_smooth(loss)
+                step = relative_step(loss)
+            probes = [draw(probe) for probe in range(problem.optimizer.num_probes)]
+            products = [finite_difference_product(gradient, params, probe, step) for probe in probes]
+            with nullcontext() if keep_buffers else model_untouched(problem.model):
+                loss, leaves = loss_at(params)
+                gradients: list[Tensor | None] = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        diagonal: list[Tensor | None] = []
+        for i, gradient_here in enumerate(gradients):
+            along = [
+                z[i] * p for z, p in zip(probes, (product[i] for product in products), strict=True) if p is not None
+            ]
+            diagonal.append(None if gradient_here is None else torch.stack(along).mean(0))
+        return Found(loss.detach(), gradients, diagonal)
+
+    return compute
+
+
+def _without_tf32() -> AbstractContextManager[None]:
+    """Convolutions in float32: a difference of gradients has no digits to spare."""
+    cudnn = torch.backends.cudnn
+    flags: AbstractContextManager[None] = cudnn.flags(
+        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
+    )
+    return flags
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _without(values: Sequence[Tensor], unused: Sequence[int]) -> list[Tensor | None]:
+    return [None if i in unused else value for i, value in enumerate(values)]
+
+
+def _check(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise CurvatureError(f"loss_fn must return the loss alone, as a tensor, but returned a {type(loss).__name__}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise CurvatureError(
+            f"loss_fn must return a real scalar, but returned a {loss.dtype} tensor of shape {tuple(loss.shape)}: "
+            "reduce it with .mean()"
+        )
+    if not loss.requires_grad:
+        raise CurvatureError(
+            "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
+            ".detach() or .item(), and at least one parameter must require a gradient"
+        )
+    check_twice_differentiable([loss])

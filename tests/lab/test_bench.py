@@ -1,0 +1,466 @@
+import contextlib
+import io
+import json
+import math
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from adahessian.lab import command
+from adahessian.lab.bench import cells, contenders, peers, tables, timing, update, workloads
+from adahessian.lab.bench.command import PARTS, Bench
+from adahessian.lab.bench.conditions import Conditions
+from adahessian.lab.bench.contenders import CONTENDERS, REFERENCE, Contender
+from adahessian.lab.bench.results import Results
+from adahessian.lab.bench.timing import Candidate, Stopwatch
+from adahessian.lab.bench.training import plain
+from adahessian.lab.bench.whole_step import measure_whole_steps
+from adahessian.lab.bench.workloads import GPTTokens, Images, LSTMTokens, make_task
+
+CPU = torch.device("cpu")
+CONDITIONS = Conditions(device="cpu", channels_last=False, seed=0)
+ONCE = Stopwatch(device=CPU, rounds=1, min_seconds=0)
+TINY = {
+    "resnet20": Images(depth=8, width=4, batch_size=4),
+    "resnet32": Images(depth=8, width=2, batch_size=4),
+    "gpt": GPTTokens(depth=2, width=8, heads=2, vocabulary=16, length=4, batch_size=4),
+    "lstm": LSTMTokens(depth=2, width=8, vocabulary=16, length=4, batch_size=4),
+}
+SHAPES = update.SHAPES
+TINY_SHAPES = {"matrices of 64 x 64": lambda: [(64, 64)] * 2, "more than there is": lambda: [(2**50,)]}
+WHOLE_STEPS = ["SGD", "Adam", "AdamW", "AdaHessian, every step", "AdaHessian, every 10 steps on a quarter"]
+MORE_OF_OVERHEAD = [f"AdaHessian, every {n} steps" for n in (2, 3, 4, 5)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workloads, "CPU_WORKLOADS", TINY)
+        patch.setattr(workloads, "IMAGE_SIZE", 8)
+        patch.setattr(update, "SHAPES", TINY_SHAPES)
+        patch.setattr("adahessian.lab.provenance.commit", lambda: "abc")
+        patch.setattr(update, "COPIED_BYTES", 2**20)
+        for package in ("pytorch_optimizer", "torch_optimizer"):
+            patch.setitem(sys.modules, package, None)
+        yield
+
+
+def bench(**settings):
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        Bench(**{"rounds": 1, "min_seconds": 0.0, **settings}).run()
+    return stdout.getvalue(), json.loads(settings["output"].read_text())
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("bench") / "results" / "bench.json"
+
+
+@pytest.fixture(scope="module")
+def whole_run(output, tiny):
+    return bench(output=output)
+
+
+@pytest.fixture
+def printed(whole_run):
+    return whole_run[0]
+
+
+@pytest.fixture
+def results(whole_run):
+    return whole_run[1]
+
+
+def about(commit="abc", device="cpu", **provenance):
+    return {
+        "provenance": {"command": "adahessian bench", "commit": commit, "hardware": {}, "versions": {}, **provenance},
+        "conditions": {"device": device},
+        "not_found": [],
+    }
+
+
+def cell(optimizer, mode="eager", **numbers):
+    return {"part": "steps", "workload": "gpt", "mode": mode, "optimizer": optimizer, **numbers}
+
+
+# The whole run -------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_has_its_cells(results):
+    expected = {f"steps/{workload}/eager/{name}" for workload in TINY for name in WHOLE_STEPS}
+    expected |= {f"steps/{workload}/eager/{name}" for workload in tables.PAPER_OVERHEAD for name in MORE_OF_OVERHEAD}
+    sizes = ("batch 4, depth 8, width 4", "batch 1", "batch 16", "depth 20", "depth 32", "width 2", "width 8")
+    expected |= {f"growth/resnet20, {size}/eager/{name}" for size in sizes for name in ("SGD", "AdaHessian, 1 probe")}
+    expected |= {f"growth/resnet20, {sizes[0]}/eager/AdaHessian, {count} probes" for count in (2, 4)}
+    expected |= {f"update/{shapes}/eager/{name}" for shapes in TINY_SHAPES for name in update.NAMES}
+    assert results["cells"].keys() == expected
+
+
+def test_cells_have_times_ratios_and_state(results):
+    for key, found in results["cells"].items():
+        if "more than there is" in key:
+            continue
+        assert found["milliseconds"] > 0, found
+        if found["part"] == "steps":
+            beside = results["cells"][f"steps/{found['workload']}/eager/AdamW"]
+            assert found["time_to_adamw"] == pytest.approx(found["time_to_sgd"] / beside["time_to_sgd"])
+            assert found["compile_seconds"] > 0
+            assert found["peak_bytes"] is found["peak_to_sgd"] is None
+    assert results["cells"]["steps/gpt/eager/SGD"]["time_to_sgd"] == 1
+    assert results["cells"]["steps/gpt/eager/SGD"]["state_bytes_per_parameter"] == 4
+    assert results["cells"]["steps/gpt/eager/AdamW"]["state_bytes_per_parameter"] == 8
+    assert results["cells"]["steps/gpt/eager/SGD"]["curvature"] is None
+    assert "double backward" in results["cells"]["steps/gpt/eager/AdaHessian, every step"]["curvature"]
+    assert 4 < results["cells"]["steps/gpt/eager/AdaHessian, every step"]["state_bytes_per_parameter"] < 8
+
+
+def test_results_say_where_they_come_from_and_which_peers_are_missing(results, output):
+    assert {"command", "commit", "date", "seed", "hardware", "versions"} == results["provenance"].keys()
+    conditions = {"device": "cpu", "channels_last": False, "seed": 0, "tf32": False, "cudnn_benchmark": False}
+    assert conditions.items() <= results["conditions"].items()
+    assert results["conditions"]["workloads"]["resnet20"] == {"batch_size": 4, "depth": 8, "width": 4}
+    assert "pytorch_optimizer.Muon" in results["peers_not_found"]
+    assert "torch_optimizer.Adahessian, every step" in results["peers_not_found"]
+    assert [path.name for path in output.parent.iterdir()] == ["bench.json"]
+
+
+def test_it_prints_each_cell_each_table_and_what_is_missing(results, printed, output):
+    for found in results["cells"].values():
+        assert f"{found['workload']}  {found['mode']}  {found['optimizer']}: " in printed
+    for part in ("The whole training step", "overhead table", "How the cost grows", "The update alone", str(output)):
+        assert part in printed
+    assert "not installed: pytorch_optimizer.AdaHessian" in printed
+
+
+def test_the_overhead_table_stands_beside_the_papers(results, printed):
+    lines = printed[printed.index("overhead table") :].splitlines()
+    for workload, papers in (("resnet20", "1.28"), ("resnet32", "1.45")):
+        ours = results["cells"][f"steps/{workload}/eager/AdaHessian, every 5 steps"]
+        row = next(line for line in lines if "every 5 steps" in line and f" {papers} " in line)
+        assert f" {ours['time_to_sgd']:.2f} " in row
+        assert f" {ours['time_to_adam']:.2f} " in row
+
+
+def test_a_run_of_some_parts_keeps_the_others(results, output, tmp_path):
+    copy = tmp_path / "bench.json"
+    copy.write_text(output.read_text())
+    _, again = bench(output=copy, parts=("steps",), workloads=("gpt",), optimizers=("AdamW",))
+    measured = {"steps/gpt/eager/SGD", "steps/gpt/eager/AdamW"}
+    assert again["cells"].keys() == results["cells"].keys()
+    changed = {
+        key
+        for key in again["cells"]
+        if again["cells"][key].get("milliseconds") != results["cells"][key].get("milliseconds")
+    }
+    assert changed == measured
+    assert len(again["commands"]) == 2
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+    def interrupted(*arguments, **settings):
+        yield "SGD", {"milliseconds": 1.0, "time_to_sgd": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adahessian.lab.bench.command.measure_whole_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench(output=tmp_path / "bench.json")
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert kept["cells"].keys() == {"steps/resnet20/eager/SGD"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"rounds": 0}, "--rounds"), ({"modes": ("captured",)}, "GPU"), ({"device": "cuda"}, "--device cuda")],
+)
+def test_what_cannot_be_done_is_refused(settings, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=message):
+        Bench(**{"device": "cpu", "output": tmp_path / "bench.json", **settings}).run()
+
+
+def test_settings_become_options(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(Bench, "run", lambda self: ran.append(self))
+    command.main(["bench", "--parts", "update", "steps", "--modes", "eager", "compiled", "--channels-last"])
+    assert ran == [Bench(parts=("update", "steps"), modes=("eager", "compiled"), channels_last=True)]
+    assert PARTS == ("steps", "overhead", "growth", "update")
+
+
+# Times ---------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that candidates move on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.log = []
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def candidate(self, name, costs):
+        """A candidate whose steps cost these seconds, over and over."""
+        calls = 0
+
+        def step():
+            nonlocal calls
+            self.now += costs[calls % len(costs)]
+            calls += 1
+            self.log.append(name)
+
+        return Candidate(step, len(costs))
+
+
+def test_turns_hold_whole_periods_and_last_long_enough(monkeypatch):
+    clock = Clock(monkeypatch)
+    candidates = {"dear": clock.candidate("dear", [5.0, 1.0, 1.0, 1.0]), "even": clock.candidate("even", [2.0])}
+    seconds = Stopwatch(device=CPU, rounds=3, min_seconds=9).in_turns(candidates)
+    assert seconds == {"dear": [2.0] * 3, "even": [2.0] * 3}
+    first_look = ["dear"] * 4 + ["even"]
+    assert clock.log == first_look + 3 * (["dear"] * 8 + ["even"] * 5)
+
+
+def test_a_ratio_is_taken_within_a_round():
+    # The machine was three times slower in the second round.
+    assert timing.median_ratio([2.0, 6.0, 2.2], to=[1.0, 3.0, 1.0]) == 2.0
+
+
+def test_times_are_compared_by_way_of_sgd():
+    adamw = cell("AdamW", milliseconds=100.0, time_to_sgd=1.5, peak_bytes=200)
+    sgd = cell("SGD", milliseconds=1.0, time_to_sgd=1.0, peak_bytes=100)
+    ours = cells.with_ratios(
+        cell("AdaHessian", milliseconds=7.0, time_to_sgd=3.0, peak_bytes=300), {"SGD": sgd, "AdamW": adamw}
+    )
+    assert (ours["time_to_sgd"], ours["time_to_adamw"]) == (3.0, 2.0)
+    assert (ours["peak_to_sgd"], ours["peak_to_adamw"]) == (3.0, 1.5)
+    assert ours["time_to_adam"] is None
+
+
+def test_a_schedule_is_that_of_the_optimizer():
+    started = []
+    every_three = next(each for each in CONTENDERS if MORE_OF_OVERHEAD[1] in each.schedules).only(MORE_OF_OVERHEAD[1:2])
+
+    def start(task, mode):
+        started.append(every_three.start(task, mode))
+        return started[0]
+
+    _, (name, found) = measure_whole_steps(
+        TINY["gpt"], "eager", [replace(every_three, start=start)], conditions=CONDITIONS, stopwatch=ONCE
+    )
+    assert name == MORE_OF_OVERHEAD[1]
+    assert found["milliseconds"] > 0
+    (group,) = started[0].optimizer.param_groups
+    # One step, three to warm up, three to see how long they take, three that count, and one for the loss.
+    assert group["steps"] == 1 + 3 + 3 + 3 + 1
+    assert group["measurements"] == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no CUDA graphs without a GPU")
+@pytest.mark.parametrize("contender", [REFERENCE, *CONTENDERS[:2]], ids=lambda each: next(iter(each.schedules)))
+def test_captured_steps_are_the_plain_ones(contender, monkeypatch):
+    monkeypatch.setattr(contenders, "LR", 1e-2)
+    changes = []
+    # Three steps warm up before the capture, which takes none itself.
+    for mode, steps in (("eager", 8), ("captured", 5)):
+        task = make_task(TINY["lstm"], device=torch.device("cuda"), channels_last=False, seed=0)
+        before = torch.cat([param.detach().flatten() for param in task.parameters])
+        training = contender.start(task, mode)
+        for _ in range(steps):
+            training.step()
+        changes.append(torch.cat([param.detach().flatten() for param in task.parameters]) - before)
+    torch.testing.assert_close(changes[1], changes[0], rtol=1e-2, atol=1e-4)
+
+
+# Cells without numbers -----------------------------------------------------------------------------------------------
+
+
+def test_what_fails_says_why_and_the_others_go_on():
+    def broken(task, mode):
+        raise RuntimeError("it broke\nin many words")
+
+    def diverging(task, mode):
+        return plain(task, SGD(task.parameters, lr=math.inf), mode)
+
+    entrants = [
+        Contender(schedules={"broken": 1, "broken too": 2}, start=broken),
+        Contender(schedules={"diverging": 1}, start=diverging),
+        CONTENDERS[0],
+    ]
+    found = dict(measure_whole_steps(TINY["gpt"], "eager", entrants, conditions=CONDITIONS, stopwatch=ONCE))
+    assert list(found) == ["SGD", "broken", "broken too", "diverging", "Adam"]
+    assert found["broken"] == found["broken too"] == {"unavailable": "RuntimeError: it broke"}
+    assert found["diverging"]["unavailable"] == "ArithmeticError: the loss has become nan"
+    assert found["Adam"]["time_to_sgd"] > 0
+
+
+def test_without_sgd_times_have_no_ratio():
+    entrants = [Contender(schedules={"as written": 1}, start=lambda task, mode: CONTENDERS[0].start(task, "eager"))]
+    found = dict(measure_whole_steps(TINY["lstm"], "compiled", entrants, conditions=CONDITIONS, stopwatch=ONCE))
+    assert "LSTM" in found["SGD"]["unavailable"]
+    assert found["as written"]["milliseconds"] > 0
+    assert found["as written"]["time_to_sgd"] is None
+
+
+def test_a_table_gives_the_reason_once():
+    missing = [cell(name, unavailable="RuntimeError: no") for name in ("Adam", "AdamW")]
+    (table,) = tables.tables({str(i): each for i, each in enumerate([cell("SGD", milliseconds=1.0), *missing])})
+    assert table.row_count == 3
+    assert table.caption == "gpt, eager: not available: RuntimeError: no (Adam; AdamW)"
+
+
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_follow_when_a_base_is_measured_later(tmp_path):
+    Results(tmp_path / "a.json", **about()).add(cell("AdaHessian", time_to_sgd=3.0))
+    later = Results(tmp_path / "a.json", **about())
+    assert not later.replaces_others
+    later.add(cell("AdamW", time_to_sgd=1.5))
+    later.add(cell("AdamW", mode="compiled", time_to_sgd=6.0))
+    written = json.loads((tmp_path / "a.json").read_text())["cells"]
+    assert written["steps/gpt/eager/AdaHessian"]["time_to_adamw"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        about(commit="def"),
+        about(hardware={"cores": 64}),
+        about(versions={"torch": "3.0"}),
+        about(device="cuda"),
+    ],
+)
+def test_cells_from_elsewhere_are_not_kept(other, tmp_path):
+    Results(tmp_path / "a.json", **about()).add(cell("SGD"))
+    results = Results(tmp_path / "a.json", **other)
+    assert results.replaces_others
+    results.add(cell("Adam"))
+    assert results.cells.keys() == {"steps/gpt/eager/Adam"}
+
+
+def test_cells_of_unknown_code_are_not_kept(tmp_path):
+    Results(tmp_path / "a.json", **about(commit=None)).add(cell("SGD"))
+    assert Results(tmp_path / "a.json", **about(commit=None)).cells == {}
+
+
+# The update alone ----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_moved_and_bytes_of_state(results):
+    def numbers(name):
+        found = results["cells"][f"update/matrices of 64 x 64/eager/{name}"]
+        assert found["bytes_per_second"] == pytest.approx(
+            found["bytes_moved_per_parameter"] * found["parameters"] / (found["milliseconds"] / 1e3)
+        )
+        return found["bytes_moved_per_parameter"], found["state_bytes_per_parameter"]
+
+    assert numbers("AdamW") == (28, 8)
+    assert numbers("AdaHessian, block 1") == (24, 8)
+    assert numbers("AdaHessian, block 32") == (20 + 4 / 32, 4 + 4 / 32)
+    copy = results["cells"][f"update/matrices of 64 x 64/eager/{update.COPY_NAME}"]
+    assert copy["share_of_copy"] == 1
+    assert copy["bytes_per_second"] == pytest.approx(2 * 2**20 / (copy["milliseconds"] / 1e3))
+
+
+def test_what_does_not_fit_into_memory_is_not_tried(results):
+    for name in update.NAMES:
+        reason = results["cells"][f"update/more than there is/eager/{name}"]["unavailable"]
+        assert reason.startswith("MemoryError: 54043196 GB are needed")
+
+
+@pytest.mark.parametrize(("name", "count"), [("ResNet20 (0.27M)", 269_722), ("GPT-2 (124M)", 124_439_808)])
+def test_shapes_are_those_of_the_networks(name, count):
+    assert sum(map(math.prod, SHAPES[name]())) == count
+
+
+# Peers ---------------------------------------------------------------------------------------------------------------
+
+
+class Peer(SGD):
+    """Stands for every optimizer of another package, and notes how it is used."""
+
+    made: ClassVar[list["Peer"]] = []
+
+    def __init__(self, params, lr=0.0, **settings):
+        super().__init__(params, lr)
+        self.settings = settings
+        self.saw_graph = []
+        self.made.append(self)
+
+    def step(self, closure=None):
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        self.saw_graph.append(any(grad.requires_grad for grad in grads))
+        return super().step(closure)
+
+
+@pytest.fixture
+def one_package(monkeypatch):
+    package = ModuleType("pytorch_optimizer")
+    for name in ("AdaHessian", "SophiaH", "SOAP", "Muon"):
+        setattr(package, name, Peer)
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", package)
+    monkeypatch.setattr(Peer, "made", [])
+
+
+def test_peers_that_are_installed_take_part_in_eager_mode(one_package):
+    found, missing = peers.installed_peers()
+    assert [name for each in found for name in each.schedules] == [
+        "pytorch_optimizer.AdaHessian, every step",
+        "pytorch_optimizer.AdaHessian, every 10 steps",
+        "pytorch_optimizer.SophiaH, every 10 steps",
+        "pytorch_optimizer.SOAP, every 10 steps",
+        "pytorch_optimizer.Muon",
+    ]
+    assert missing == ["torch_optimizer.Adahessian, every step"]
+    assert all(each.modes == ("eager",) for each in found)
+
+
+@pytest.mark.parametrize("workload", ["gpt", "lstm"])
+def test_peers_get_a_graph_of_the_gradient_when_they_need_one(one_package, workload):
+    found, _ = peers.installed_peers()
+    for each in found:
+        training = each.start(make_task(TINY[workload], device=CPU, channels_last=False, seed=0), "eager")
+        for _ in range(11):
+            assert training.step().isfinite()
+    with_graph = [[step for step, saw in enumerate(peer.saw_graph) if saw] for peer in Peer.made]
+    assert with_graph == [list(range(11)), [0, 10], [0, 10], [], []]
+    assert Peer.made[1].settings["update_period"] == 10
+
+
+def test_muon_gets_the_hidden_matrices(one_package):
+    muon = peers.installed_peers()[0][-1]
+    task = make_task(TINY["gpt"], device=CPU, channels_last=False, seed=0)
+    hidden, others = muon.start(task, "eager").optimizer.param_groups
+    names = {param: name for name, param in task.model.named_parameters()}
+    assert {names[param].rpartition(".")[0].rpartition(".")[2] for param in hidden["params"]} == {
+        "qkv",
+        "out",
+        "up",
+        "down",
+    }
+    assert hidden["use_muon"]
+    assert not others["use_muon"]
+    assert len(hidden["params"]) + len(others["params"]) == len(names)
+
+
+# Conditions ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_everybody_the_same_task():
+    first, second = (make_task(TINY["gpt"], device=CPU, channels_last=False, seed=3) for _ in range(2))
+    for one, other in zip(first.parameters, second.parameters, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(first.batch[0], second.batch[0])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_come_last_where_that_is_asked_for(channels_last):
+    task = make_task(TINY["resnet20"], device=CPU, channels_last=channels_last, seed=0)
+    kernels = [param for param in task.parameters if param.dim() == 4]
+    for tensor in (task.batch[0], *kernels[1:]):
+        assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last

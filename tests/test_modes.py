@@ -1,0 +1,125 @@
+"""Every mode of the engine trains as the plain loop does: on batch norm, attention and a recurrent layer."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adahessian import AdaHessian, CapturedStep, Curvature
+from cases import ATTENTION, BATCH_NORM, RECURRENT, Case
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+CASES = [BATCH_NORM, ATTENTION, RECURRENT]
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def float32_proper():
+    """On a GPU convolutions take tf32 by default: then no two ways agree to float32's digits."""
+    cudnn = torch.backends.cudnn
+    with cudnn.flags(enabled=cudnn.enabled, allow_tf32=False):
+        yield
+
+
+def on(device: str, case: Case) -> tuple[nn.Module, tuple[Tensor, Tensor], AdaHessian]:
+    model = case.model(torch.float32).to(device)
+    x, y = case.batch(torch.float32)
+    optimizer = AdaHessian(model.parameters(), lr=0.05, eps=1e-2, update_every=3, num_probes=2, block_size=2)
+    return model, (x.to(device), y.to(device)), optimizer
+
+
+def all_values(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+
+
+def by_loop(device: str, case: Case, **settings) -> list[Tensor]:
+    model, batch, optimizer = on(device, case)
+    curvature = Curvature(model, case.loss, optimizer, **settings)
+    for _ in range(STEPS):
+        curvature.measure(batch)
+        optimizer.zero_grad()
+        case.loss(model, batch).backward()
+        optimizer.step()
+    return all_values(model)
+
+
+def by_step(device: str, case: Case, *, capture: bool, **settings) -> list[Tensor]:
+    model, batch, optimizer = on(device, case)
+    step = CapturedStep(Curvature(model, case.loss, optimizer, **settings), capture=capture)
+    for _ in range(STEPS):
+        step(batch)
+    return all_values(model)
+
+
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+class TestModes:
+    @pytest.mark.parametrize("fraction", [1.0, 0.5])
+    def test_one_step_object_uncompiled(self, device, case, fraction):
+        found = by_step(device, case, capture=False, compile=False, batch_fraction=fraction)
+        assert_alike(found, by_loop(device, case, compile=False, batch_fraction=fraction))
+
+    def test_forward_over_reverse(self, device, case):
+        found = by_loop(device, case, product="forward_over_reverse", compile=False)
+        assert_alike(found, by_loop(device, case, compile=False))
+
+    def test_compiled_loop(self, device, case):
+        found = by_loop(device, case, compile=True, batch_fraction=0.5)
+        assert_alike(found, by_loop(device, case, compile=False, batch_fraction=0.5))
+
+    @pytest.mark.parametrize("product", ["auto", "double_backward"])
+    def test_compiled_step(self, device, case, product):
+        found = by_step(device, case, capture=False, compile=True, product=product)
+        assert_alike(found, by_loop(device, case, compile=False))
+
+
+@pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_step(device, case, fraction, compiled):
+    found = by_step(device, case, capture=True, compile=compiled, batch_fraction=fraction)
+    assert_alike(found, by_loop(device, case, compile=False, batch_fraction=fraction))
+
+
+@pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])
+def test_schedules_evaluation_and_other_shapes_between_captured_steps(device):
+    def train(make_step) -> list[Tensor]:
+        model, (x, y), optimizer = on(device, BATCH_NORM)
+        step = make_step(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        for number in range(STEPS):
+            size = 5 if number % 6 == 5 else len(x)
+            step((x[:size], y[:size]))
+            scheduler.step()
+            if number == 7:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+            if number == 11:  # other addresses
+                for param in model.parameters():
+                    param.data = param.data.clone()
+            if number == 14:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return all_values(model)
+
+    def plain(model, optimizer):
+        curvature = Curvature(model, BATCH_NORM.loss, optimizer, compile=False)
+
+        def step(batch):
+            curvature.measure(batch)
+            optimizer.zero_grad()
+            BATCH_NORM.loss(model, batch).backward()
+            optimizer.step()
+
+        return step
+
+    def captured(model, optimizer):
+        return CapturedStep(Curvature(model, BATCH_NORM.loss, optimizer, compile=False))
+
+    assert_alike(train(captured), train(plain))
