@@ -22,8 +22,19 @@ def twice_differentiable(model: nn.Module, *, compiled: bool = False) -> Iterato
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(_without_onednn())
         # Whoever has compiled something has loaded the compiler; loading it for this alone would take seconds.
         if not compiled and "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # torch.backends.mkldnn.flags sets other flags too, and warns of them.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
