@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adahessian import AdaHessian, CapturedStep, Curvature
+from adahessian import AdaHessian, CapturedStep, Curvature, CurvatureError
 from cases import ATTENTION, BATCH_NORM, RECURRENT, Case
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -64,6 +64,10 @@ class TestModes:
         assert_alike(found, by_loop(device, case, compile=False, batch_fraction=fraction))
 
     def test_forward_over_reverse(self, device, case):
+        if device == "cuda" and case is RECURRENT:
+            with pytest.raises(CurvatureError, match="forward AD"):
+                by_loop(device, case, product="forward_over_reverse", compile=False)
+            return
         found = by_loop(device, case, product="forward_over_reverse", compile=False)
         assert_alike(found, by_loop(device, case, compile=False))
 

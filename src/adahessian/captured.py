@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from adahessian.curvature.batches import map_tensors, slice_batch, tensors_of
 from adahessian.curvature.engine import first_line
@@ -28,7 +29,7 @@ class CapturedStep:
     Derivatives are compiled and, on a GPU, captured in CUDA graphs, so that neither Python nor launches cost anything.
     Learning-rate schedules, evaluation and checkpoints in between work as ever, since the update is an ordinary
     ``optimizer.step()``. A batch of another shape runs uncaptured until that shape has come often. With the curvature
-    on the whole batch, gradient and curvature come from one pass.
+    on the whole batch, gradient and curvature come from one pass; on a part of it, from two that run side by side.
 
     Gradients are replaced, not added to. Those that it leaves in ``param.grad`` are overwritten by the next step.
 
@@ -67,8 +68,9 @@ class CapturedStep:
         self._capture = capture
         self._loss: Callable[[Any], Tensor] | None = None
         self._kinds = Kinds()
-        self._graphs: dict[Hashable, _Graphs | None] = {}
-        self._state: Hashable = None
+        self._graphs: dict[Hashable, _Graphs] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._device: torch.device | None = None
 
     def __call__(self, batch: Any) -> Tensor:
         """Take one step.
@@ -151,25 +153,25 @@ class CapturedStep:
         """The CUDA graphs for a kind of batch; None if it is to run uncaptured."""
         if not self._capture or kind is None:
             return None
-        devices = devices_of(self._model)
-        if {device.type for device in devices} != {"cuda"} or {t.device for t in tensors_of(batch)} != devices:
+        # Graphs know addresses: of tensors that have moved they know nothing.
+        addresses = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
+        if addresses != self._addresses:
+            self._graphs.clear()
+            self._addresses = addresses
+            self._device = _only_device(self._model)
+        if self._device is None or any(tensor.device != self._device for tensor in tensors_of(batch)):
             say_once("nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device")
             return None
-        state = self._state_of_things()
-        if state != self._state:
-            # Graphs know addresses and modes: these were made for others.
-            self._graphs.clear()
-            self._state = state
-        key = (kind, tuple(module.training for module in self._model.modules()), torch.is_autocast_enabled("cuda"))
+        key = (
+            kind,
+            tuple(map(id, self._optimizer.measured_parameters())),
+            tuple(module.training for module in self._model.modules()),
+            torch.is_autocast_enabled("cuda"),
+            self._optimizer.num_probes,
+        )
         if key not in self._graphs:
             self._graphs[key] = _Graphs(self, batch)
         return self._graphs[key]
-
-    def _state_of_things(self) -> Hashable:
-        """What graphs depend on besides the kind of batch and the mode."""
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        measured = self._optimizer.measured_parameters()
-        return tuple(t.data_ptr() for t in tensors), tuple(map(id, measured)), self._optimizer.num_probes
 
 
 class _Graphs:
@@ -183,6 +185,7 @@ class _Graphs:
     def __init__(self, step: CapturedStep, batch: Any) -> None:
         self._step = step
         self._curvature = step.curvature
+        self._model = step.curvature.model
         self._engine = step.curvature.engine
         self._optimizer = step.curvature.optimizer
         self._batch = map_tensors(torch.clone, batch)
@@ -190,41 +193,55 @@ class _Graphs:
         self._probes: list[list[Tensor]] = []
         self._gradient: _Graph[tuple[Tensor, list[Tensor | None]]] | None = None
         self._found: _Graph[Found] | None = None
+        self._beside: torch.cuda.Stream | None = None
 
     def replay(self, batch: Any, due: bool) -> Tensor:
         """Gradient, and curvature if it is due, for a batch."""
         for static, tensor in zip(self._inputs, tensors_of(batch), strict=True):
             static.copy_(tensor, non_blocking=True)
         if due and self._step.joins:
-            found = self._measure(self._batch, keep_buffers=True)
+            found = self._curvature_graph(self._batch, keep_buffers=True).replay()
+            self._engine.feed(found)
             self._step.leave(found.gradients)
             return found.loss.clone()
         if due:
             part = slice_batch(self._batch, self._curvature.batch_fraction, self._curvature.batch_dim)
-            with random_streams_untouched(devices_of(self._curvature.model)):
-                self._measure(part, keep_buffers=False)
+            graph = self._curvature_graph(part, keep_buffers=False)
+            here = torch.cuda.current_stream()
+            there = self._beside or here
+            there.wait_stream(here)
+            with random_streams_untouched(devices_of(self._model)), torch.cuda.stream(there):
+                found = graph.replay()
+            loss = self._replay_gradient()
+            here.wait_stream(there)
+            self._engine.feed(found)
+            return loss
+        return self._replay_gradient()
+
+    def _replay_gradient(self) -> Tensor:
         if self._gradient is None:
-            self._gradient = _Graph(lambda: self._step.gradient(self._batch), self._curvature.model)
+            self._gradient = _Graph(lambda: self._step.gradient(self._batch), self._model)
         loss, gradients = self._gradient.replay()
         self._step.leave(gradients)
         return loss.clone()
 
-    def _measure(self, part: Any, *, keep_buffers: bool) -> Found:
+    def _curvature_graph(self, part: Any, *, keep_buffers: bool) -> _Graph[Found]:
+        """The graph of the curvature pass, with the probes of this measurement in place."""
         probes = range(self._optimizer.num_probes)
         if self._found is None:
             self._probes = [self._optimizer.draw_probes(probe) for probe in probes]
             # The choice is made, and compiled, outside of any capture.
             self._engine.choice(part)
             self._found = _Graph(
-                lambda: self._engine.compute(part, self._probes.__getitem__, keep_buffers=keep_buffers),
-                self._curvature.model,
+                lambda: self._engine.compute(part, self._probes.__getitem__, keep_buffers=keep_buffers), self._model
             )
+            if not self._found.is_random and _buffers_are_only_written(self._model):
+                # On a part of the batch kernels are short: beside those of the gradient they take next to no time.
+                self._beside = torch.cuda.Stream()
         else:
             for probe in probes:
                 self._optimizer.draw_probes(probe, out=self._probes[probe])
-        found = self._found.replay()
-        self._engine.feed(found)
-        return found
+        return self._found
 
 
 class _Graph(Generic[Result]):
@@ -236,18 +253,34 @@ class _Graph(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[], Result], model: nn.Module) -> None:
+        # On a stream of its own, so that no other graph shares the workspaces that libraries keep for each stream.
+        stream = torch.cuda.Stream()
         with values_restored(model):
-            rehearsal = torch.cuda.Stream()
-            rehearsal.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(rehearsal):
+            before = torch.cuda.get_rng_state()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 for _ in range(_REHEARSALS):
                     function()
-            torch.cuda.current_stream().wait_stream(rehearsal)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.is_random = not torch.equal(before, torch.cuda.get_rng_state())
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):
             self._result = function()
 
     def replay(self) -> Result:
         """Launch it all again."""
         self._graph.replay()
         return self._result
+
+
+def _only_device(model: nn.Module) -> torch.device | None:
+    """The device of a model, if that is one and on CUDA."""
+    devices = devices_of(model)
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" else None
+
+
+def _buffers_are_only_written(model: nn.Module) -> bool:
+    """Whether no pass reads what another does to the buffers, as none does to the statistics of batch norm."""
+    with_buffers = [module for module in model.modules() if any(b is not None for b in module._buffers.values())]
+    return all(isinstance(module, _NormBase) and module.training for module in with_buffers)

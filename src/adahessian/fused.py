@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adahessian.averaging import Averaging, Blocks
+from adahessian.averaging import Averaging, Blocks, Estimate
+from adahessian.curvature.probes import as_int64
+from adahessian.state import Group, State
+from adahessian.state import blocks as blocks_in
 
 # Elements a program updates, blocks a program folds, blocks a program averages, tensors a program weighs.
 _TILE = 2048
@@ -25,33 +28,13 @@ _COLUMNS = 32
 _WEIGH_TILE = 128
 _ROW_OF_LANES = 32
 
+# Lists of parameters whose tables are kept: those of each group, of a measurement and of a draw, and then some.
+_MOST_TABLES = 64
+
+# A parameter, its group, and its position among all parameters.
+Member = tuple[Tensor, Group, int]
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def is_available() -> bool:
-    """Whether Triton, which compiles the kernels, is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def wanted(group: Mapping[str, Any], param: Tensor) -> bool:
-    """Whether a parameter's group leaves it to the kernels, on a device where they run."""
-    if group["fused"] is None:
-        # A learning rate on the device, and counts for CUDA graphs, are read by the plain code only.
-        asked = not group["foreach"] and not group["capturable"] and not isinstance(group["lr"], Tensor)
-        return asked and param.is_cuda and is_available()
-    return bool(group["fused"])
-
-
-def can_take(param: Tensor, of: Blocks, state: Mapping[str, Tensor] | None) -> bool:
-    """Whether the kernels can work on a parameter: its dtype is narrow enough and its memory has no gaps."""
-    if param.dtype not in _DTYPES or not (param.is_contiguous() or _is_channels_last(param, of)):
-        return False
-    return not state or state["exp_avg"].stride() == param.stride()
-
-
-def _is_channels_last(param: Tensor, of: Blocks) -> bool:
-    return of.kernel_dims > 0 and of.kernel_dims == param.dim() - 2 and param.movedim(1, -1).is_contiguous()
 
 
 class FusedTensors:
@@ -85,44 +68,63 @@ class FusedTensors:
         self._of_blocks = self._upload(_tiles(counts, [_FLAT_TILE] * len(rows)))
         self._of_averages = self._upload(_tiles(counts, [_FLAT_TILE if row[6] == 1 else _ROWS for row in rows]))
         self._counts = counts
-        self._pointers: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self.blocks = blocks  # kept, as tables are known by the identity of these
+        self._uploaded: dict[str, tuple[tuple[int, ...], Tensor]] = {}
 
     def update(
         self,
         params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        hessian_rms: Sequence[Tensor],
-        settings: Sequence[Sequence[float]],
+        of_params: Sequence[State],
+        *,
+        step: float,
+        lr: float,
+        beta1: float,
+        eps: float,
+        weight_decay: float,
+        hessian_power: float,
+        maximize: bool,
     ) -> None:
         """Take one step, in place: the twin of :func:`adahessian.update.update_parameters`."""
-        grads = [_strided(grad, strides) for grad, strides in zip(grads, self.strides, strict=True)]
-        addresses, pointers = self._addresses("update", params, grads, exp_avgs, hessian_rms)
+        grads = [
+            _strided(param.grad, own) for param, own in zip(params, self.strides, strict=True) if param.grad is not None
+        ]
+        exp_avgs = [state["exp_avg"] for state in of_params]
+        rms = [state["hessian_rms"] for state in of_params]
+        pointers, aligned = self._addresses("update", params, grads, exp_avgs, rms)
         _launch(
             "update",
             self._of_elements,
             pointers,
             self._layout,
             self._of_elements,
-            self._upload(torch.tensor(settings, dtype=torch.float32)),
+            -lr / (1 - beta1**step),
+            1 - lr * weight_decay,
+            1 - beta1,
+            eps,
+            hessian_power,
+            -1.0 if maximize else 1.0,
             ELEMENT=_element(self.dtype),
-            ALIGNED=all(address % 16 == 0 for address in addresses),
+            ALIGNED=aligned,
             TILE=_TILE,
         )
 
     def draw(self, probes: Sequence[Tensor], keys: Sequence[int]) -> None:
         """Fill tensors with the signs that belong to keys, which lack the parameter's position only."""
-        _, pointers = self._addresses("draw", probes)
-        _launch(
-            "draw",
-            self._of_elements,
-            pointers,
-            self._layout,
-            self._of_elements,
-            self._upload(torch.tensor(keys, dtype=torch.int64)),
-            ELEMENT=_element(self.dtype),
-            TILE=_TILE,
-        )
+        pointers, _ = self._addresses("draw", probes)
+        # A launch has one key, and groups may differ in theirs: the kernel leaves out what is not of its key.
+        for key in dict.fromkeys(keys):
+            whose = self._upload_once("keys", tuple(int(own == key) for own in keys))
+            _launch(
+                "draw",
+                self._of_elements,
+                pointers,
+                self._layout,
+                self._of_elements,
+                whose,
+                as_int64(key),
+                ELEMENT=_element(self.dtype),
+                TILE=_TILE,
+            )
 
     def average(
         self, diagonal: Sequence[Tensor], gradients: Sequence[Tensor] | None
@@ -139,7 +141,7 @@ class FusedTensors:
             gradients = [
                 _strided(g.to(self.dtype), strides) for g, strides in zip(gradients, self.strides, strict=True)
             ]
-        _, pointers = self._addresses("average", diagonal, gradients or diagonal, estimates)
+        pointers, _ = self._addresses("average", diagonal, gradients or diagonal, estimates)
         _launch(
             "average",
             self._of_averages,
@@ -156,42 +158,114 @@ class FusedTensors:
         return estimates, flags.unbind()
 
     def fold(
-        self,
-        hessian_rms: Sequence[Tensor],
-        ages: Sequence[Tensor],
-        dropped: Sequence[Tensor],
-        estimates: Sequence[Tensor],
-        flags: Sequence[Tensor],
-        settings: Sequence[Sequence[float]],
+        self, of_params: Sequence[State], estimates: Sequence[Estimate], *, beta2: float, new_age: float | None
     ) -> None:
-        """Fold measurements into averages, in place: the twin of :func:`adahessian.update.update_hessian_rms`."""
-        tensors = len(self.strides)
-        weights = torch.empty(tensors, device=self.device)
-        _, of_counts = self._addresses("weigh", ages, dropped, flags)
+        """Fold measurements into averages, in place: the twin of :func:`adahessian.update.update_hessian_rms`.
+
+        Args:
+            of_params: The states.
+            estimates: The measurements.
+            beta2: Decay of the Hessian momentum.
+            new_age: The age that averages have now; None if it grows by one.
+        """
+        weights = torch.empty(len(self.strides), device=self.device)
+        flags = [estimate.not_finite for estimate in estimates]
+        pointers, _ = self._addresses(
+            "weigh", [state["hessian_age"] for state in of_params], [state["dropped"] for state in of_params], flags
+        )
         _launch(
             "weigh",
-            range(-(-tensors // _WEIGH_TILE)),
-            of_counts,
-            self._upload(torch.tensor(settings, dtype=torch.float32)),
+            range(-(-len(self.strides) // _WEIGH_TILE)),
+            pointers,
             weights,
-            tensors,
+            len(self.strides),
+            math.log(beta2) if beta2 > 0 else -math.inf,
+            -1.0 if new_age is None else new_age,
             TILE=_WEIGH_TILE,
         )
-        _, of_values = self._addresses("fold", estimates, hessian_rms, flags)
-        _launch("fold", self._of_blocks, of_values, self._layout, self._of_blocks, weights, TILE=_FLAT_TILE)
+        values = [estimate.values for estimate in estimates]
+        pointers, _ = self._addresses("fold", values, [state["hessian_rms"] for state in of_params], flags)
+        _launch("fold", self._of_blocks, pointers, self._layout, self._of_blocks, weights, TILE=_FLAT_TILE)
 
-    def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[tuple[int, ...], Tensor]:
-        """The addresses of tensors, on the device; those of the last call if nothing has moved."""
+    def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """The addresses of tensors, on the device, and whether all are multiples of 16."""
         addresses = tuple(tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row)
-        known = self._pointers.get(kernel)
-        if known is None or known[0] != addresses:
-            known = addresses, self._upload(torch.tensor(addresses, dtype=torch.int64))
-            self._pointers[kernel] = known
-        return known
+        return self._upload_once(kernel, addresses), not any(address % 16 for address in addresses)
+
+    def _upload_once(self, name: str, values: tuple[int, ...]) -> Tensor:
+        """Numbers on the device; those of the last call if they are the same."""
+        known = self._uploaded.get(name)
+        if known is None or known[0] != values:
+            known = self._uploaded[name] = values, self._upload(torch.tensor(values, dtype=torch.int64))
+        return known[1]
 
     def _upload(self, table: Tensor) -> Tensor:
         # From ordinary memory a copy would wait for all that was launched before.
         return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
+
+
+class Fusion:
+    """Finds which parameters the kernels can take, and keeps the tables of each list of them."""
+
+    def __init__(self) -> None:
+        self._tables: dict[object, FusedTensors] = {}
+
+    def split(
+        self, members: Sequence[Member], of_members: Sequence[State] | None = None
+    ) -> tuple[list[tuple[FusedTensors, list[int]]], list[int]]:
+        """Which parameters the kernels take, in sets that share a launch, and which are left to plain code."""
+        sets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        plain = []
+        for i, (param, group, _) in enumerate(members):
+            state = of_members[i] if of_members is not None else None
+            if _is_wanted(group, param) and _can_take(param, blocks_in(param, group), state):
+                sets.setdefault((param.device, param.dtype), []).append(i)
+            else:
+                plain.append(i)
+        return [(self.table([members[i] for i in chosen]), chosen) for chosen in sets.values()], plain
+
+    def table(self, members: Sequence[Member]) -> FusedTensors:
+        """Tables for parameters that share a launch, made once for each list of them."""
+        blocks = [blocks_in(param, group) for param, group, _ in members]
+        key = tuple(
+            (id(param), param.stride(), id(of), group["averaging"], position)
+            for (param, group, position), of in zip(members, blocks, strict=True)
+        )
+        if key not in self._tables:
+            if len(self._tables) >= _MOST_TABLES:
+                self._tables.clear()
+            self._tables[key] = FusedTensors(
+                [param for param, _, _ in members],
+                blocks,
+                [group["averaging"] for _, group, _ in members],
+                [position for _, _, position in members],
+            )
+        return self._tables[key]
+
+
+def _is_wanted(group: Group, param: Tensor) -> bool:
+    """Whether a parameter's group leaves it to the kernels, on a device where they run."""
+    if group["fused"] is None:
+        # A learning rate on the device, and counts for CUDA graphs, are read by the plain code only.
+        asked = not group["foreach"] and not group["capturable"] and not isinstance(group["lr"], Tensor)
+        return asked and param.is_cuda and _has_triton()
+    return bool(group["fused"])
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _can_take(param: Tensor, of: Blocks, state: State | None) -> bool:
+    """Whether the kernels can work on a parameter: its dtype is narrow enough and its memory has no gaps."""
+    if param.dtype not in _DTYPES or not (param.is_contiguous() or _is_channels_last(param, of)):
+        return False
+    return not state or state["exp_avg"].stride() == param.stride()
+
+
+def _is_channels_last(param: Tensor, of: Blocks) -> bool:
+    return of.kernel_dims > 0 and of.kernel_dims == param.dim() - 2 and param.movedim(1, -1).is_contiguous()
 
 
 def _layout(param: Tensor, of: Blocks) -> list[int]:

@@ -32,17 +32,6 @@ SIGNED = tl.constexpr(9)
 POSITION = tl.constexpr(10)
 LAYOUT = tl.constexpr(11)
 
-# Columns of ``settings``.
-SCALE = tl.constexpr(0)
-DECAY = tl.constexpr(1)
-WEIGHT = tl.constexpr(2)
-EPS = tl.constexpr(3)
-POWER = tl.constexpr(4)
-SIGN = tl.constexpr(5)
-LOG_BETA2 = tl.constexpr(6)
-NEW_AGE = tl.constexpr(7)
-SETTINGS = tl.constexpr(8)
-
 # Where blocks are whole rows of so many elements, ``wide`` says how many rows they have; elsewhere it is 0.
 ROW_OF_LANES = tl.constexpr(32)
 
@@ -53,12 +42,24 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def update(pointers, layout, tiles, settings, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def update(
+    pointers,
+    layout,
+    tiles,
+    scale,
+    decay,
+    weight,
+    eps,
+    power,
+    sign,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Moments, weight decay and step, in one pass over memory. Pointers: parameter, gradient, momentum, Hessian rms."""
     tensor = tl.load(tiles + 2 * tl.program_id(0))
     start = tl.load(tiles + 2 * tl.program_id(0) + 1)
     layout += tensor * LAYOUT
-    settings += tensor * SETTINGS
     param = tl.load(pointers + 4 * tensor).to(tl.pointer_type(ELEMENT))
     grad = tl.load(pointers + 4 * tensor + 1).to(tl.pointer_type(ELEMENT))
     exp_avg = tl.load(pointers + 4 * tensor + 2).to(tl.pointer_type(ELEMENT))
@@ -74,6 +75,7 @@ def update(pointers, layout, tiles, settings, ELEMENT: tl.constexpr, ALIGNED: tl
     grad += start
     exp_avg += start
     wide = tl.load(layout + WIDE)
+    settings = (scale, decay, weight, eps, power, sign)
     if left < TILE:
         _update_some(param, grad, exp_avg, hessian_rms, layout, settings, start, left, ELEMENT, TILE)
     elif wide != 0:
@@ -128,19 +130,20 @@ def _update_some(
 @triton.jit
 def _powered(d, settings):
     """The denominator."""
-    power = tl.load(settings + POWER)
+    _, _, _, eps, power, _ = settings
     if power != 1.0:
         if power == 0.0:
             d = tl.full(d.shape, 1.0, tl.float32)
         else:
             d = tl.exp2(power * tl.log2(d))
-    return d + tl.load(settings + EPS)
+    return d + eps
 
 
 @triton.jit
 def _step(p, g, m, v, settings):
-    m += (g * tl.load(settings + SIGN) - m) * tl.load(settings + WEIGHT)
-    return p * tl.load(settings + DECAY) + tl.load(settings + SCALE) * (m / v), m
+    scale, decay, weight, _, _, sign = settings
+    m += (g * sign - m) * weight
+    return p * decay + scale * (m / v), m
 
 
 @triton.jit
@@ -247,8 +250,11 @@ def _store_estimate(places, value, inside, flag):
 
 
 @triton.jit
-def weigh(pointers, settings, weights, tensors, TILE: tl.constexpr):
-    """The weight of a new measurement in each tensor's average. Pointers: age, dropped measurements, flag."""
+def weigh(pointers, weights, tensors, log_beta2, new_age, TILE: tl.constexpr):
+    """The weight of a new measurement in each tensor's average. Pointers: age, dropped measurements, flag.
+
+    A negative ``new_age`` stands for one more than the age.
+    """
     tensor = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = tensor < tensors
     age_at = tl.load(pointers + 3 * tensor, mask=inside, other=0).to(tl.pointer_type(tl.float32))
@@ -256,14 +262,13 @@ def weigh(pointers, settings, weights, tensors, TILE: tl.constexpr):
     flag_at = tl.load(pointers + 3 * tensor + 2, mask=inside, other=0).to(tl.pointer_type(tl.int32))
     dropped = tl.load(flag_at, mask=inside, other=0)
     age = tl.load(age_at, mask=inside, other=0.0)
-    new_age = tl.load(settings + tensor * SETTINGS + NEW_AGE, mask=inside, other=1.0)
-    new_age = tl.where(new_age < 0.0, age + 1.0, new_age)
+    grown = tl.where(new_age < 0.0, age + 1.0, new_age)
     # In double precision 1 - exp keeps the digits of 1 - beta2 that float32 would lose.
-    log_beta2 = tl.load(settings + tensor * SETTINGS + LOG_BETA2, mask=inside, other=-1.0).to(tl.float64)
-    grown = 1.0 - tl.exp((new_age - age).to(tl.float64) * log_beta2)
-    total = 1.0 - tl.exp(new_age.to(tl.float64) * log_beta2)
-    tl.store(weights + tensor, (grown / total).to(tl.float32), mask=inside)
-    tl.store(age_at, tl.where(dropped != 0, age, new_age), mask=inside)
+    log_beta2 = tl.full([TILE], log_beta2, tl.float64)
+    since = 1.0 - tl.exp((grown - age).to(tl.float64) * log_beta2)
+    total = 1.0 - tl.exp(grown.to(tl.float64) * log_beta2)
+    tl.store(weights + tensor, (since / total).to(tl.float32), mask=inside)
+    tl.store(age_at, tl.where(dropped != 0, age, grown), mask=inside)
     tl.store(dropped_at, tl.load(dropped_at, mask=inside, other=0.0) + dropped.to(tl.float32), mask=inside)
 
 
@@ -292,19 +297,23 @@ def fold(pointers, layout, tiles, weights, TILE: tl.constexpr):
         tl.store(hessian_rms + lane, tl.sqrt(folded), mask=inside & ~(unmeasured & untouched))
 
 
-@triton.jit
-def draw(pointers, layout, tiles, keys, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Rademacher signs, those of :mod:`adahessian.curvature.probes`. Pointers: probe. ``keys`` lack the parameter."""
+@triton.jit(do_not_specialize=["key"])
+def draw(pointers, layout, tiles, whose, key, ELEMENT: tl.constexpr, TILE: tl.constexpr):
+    """Rademacher signs, those of :mod:`adahessian.curvature.probes`, for tensors of a key. Pointers: probe.
+
+    The key lacks the parameter's position.
+    """
     tensor = tl.load(tiles + 2 * tl.program_id(0))
     start = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    signs = tl.load(pointers + tensor).to(tl.pointer_type(ELEMENT))
-    position = tl.load(layout + tensor * LAYOUT + POSITION).to(tl.uint64, bitcast=True)
-    key = _finalize((tl.load(keys + tensor).to(tl.uint64, bitcast=True) ^ position) + GOLDEN)
-    element = start + tl.arange(0, TILE)
-    inside = element < tl.load(layout + tensor * LAYOUT + NUMEL)
-    word = _finalize(key + ((element >> 6) + 1).to(tl.uint64, bitcast=True) * GOLDEN)
-    bit = (word >> (element & 63).to(tl.uint64, bitcast=True)) & 1
-    tl.store(signs + element, (bit.to(tl.float32) * 2.0 - 1.0).to(ELEMENT), mask=inside)
+    if tl.load(whose + tensor) != 0:
+        signs = tl.load(pointers + tensor).to(tl.pointer_type(ELEMENT))
+        position = tl.load(layout + tensor * LAYOUT + POSITION).to(tl.uint64, bitcast=True)
+        own = _finalize((tl.cast(key, tl.int64).to(tl.uint64, bitcast=True) ^ position) + GOLDEN)
+        element = start + tl.arange(0, TILE)
+        inside = element < tl.load(layout + tensor * LAYOUT + NUMEL)
+        word = _finalize(own + ((element >> 6) + 1).to(tl.uint64, bitcast=True) * GOLDEN)
+        bit = (word >> (element & 63).to(tl.uint64, bitcast=True)) & 1
+        tl.store(signs + element, (bit.to(tl.float32) * 2.0 - 1.0).to(ELEMENT), mask=inside)
 
 
 @triton.jit

@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from adahessian import fused as kernels
 from adahessian import state as states
-from adahessian.averaging import Averaging, Blocks, Estimate, Layout
+from adahessian.averaging import Averaging, Estimate, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
-from adahessian.curvature.probes import ProbeKey, as_int64, rademacher_like, start_of
+from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
-from adahessian.fused import FusedTensors
+from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.settings import Beta2Per, validate
 from adahessian.state import Group, State
+from adahessian.stepping import Stepping
 from adahessian.update import update_hessian_rms, update_parameters
 
 Measurement = dict[Tensor, Estimate]
-# Lists of parameters whose tables are kept: those of each group, of a measurement and of a draw, and then some.
-_TABLES = 64
-# A parameter, its group, and its position among all parameters.
-Member = tuple[Tensor, Group, int]
-
-
-@dataclass
-class _Stepping:
-    """The part of a group that takes part in a step."""
-
-    group: Group
-    params: list[Tensor]
-    states: list[State | None]
-    blocks: list[Blocks]
-
-    def only(self, chosen: list[int]) -> _Stepping:
-        """Some of the parameters."""
-        if len(chosen) == len(self.params):
-            return self
-        lists: tuple[list[Any], ...] = (self.params, self.states, self.blocks)
-        return _Stepping(self.group, *([each[i] for i in chosen] for each in lists))
-
-    def member(self, i: int) -> Member:
-        """A parameter as :meth:`AdaHessian._parameters` gives it; the position is of no account in a step."""
-        return self.params[i], self.group, 0
 
 
 class AdaHessian(Optimizer):
@@ -119,7 +92,9 @@ class AdaHessian(Optimizer):
     _measurement: Measurement | None
     _overdue_warned: bool
     _dropped_seen: int
-    _tables: dict[object, FusedTensors]
+    # What has been looked up for the step of each group, and the tables of the fused kernels.
+    _stepping: dict[int, Stepping]
+    _fusion: Fusion
 
     def __init__(
         self,
@@ -206,14 +181,14 @@ class AdaHessian(Optimizer):
             out: Contiguous tensors to put it in, of the parameters' dtypes; None makes new ones.
         """
         measured = [each for each in self._parameters() if each[0].requires_grad]
-        fused, plain = self._split(measured)
+        fused, plain = self._fusion.split(measured)
         signs = list(out) if out is not None else [torch.empty(0)] * len(measured)
         for tensors, members in fused:
             if out is None:
                 for i in members:
                     signs[i] = torch.empty_like(measured[i][0], memory_format=torch.contiguous_format)
             of_groups = [measured[i][1] for i in members]
-            keys = [as_int64(start_of(group["seed"], group["measurements"], probe)) for group in of_groups]
+            keys = [start_of(group["seed"], group["measurements"], probe) for group in of_groups]
             tensors.draw([signs[i] for i in members], keys)
         drawn = rademacher_like(
             [measured[i][0] for i in plain],
@@ -267,7 +242,7 @@ class AdaHessian(Optimizer):
             if values.shape != param.shape:
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
         measured = [members[param] for param in diagonal]
-        fused, plain = self._split(measured)
+        fused, plain = self._fusion.split(measured)
         self._measurement = {}
         for tensors, numbers in fused:
             params = [measured[i][0] for i in numbers]
@@ -333,32 +308,20 @@ class AdaHessian(Optimizer):
 
         measurement, self._measurement = self._measurement, None
         for part, is_ready in zip(stepping, ready, strict=True):
-            self._complete_state(part)
+            part.complete(self.state, self._fusion)
             if is_ready:
                 self._step_group(part, measurement)
         return loss
 
-    def _gather(self, group: Group) -> _Stepping:
-        """What takes part in this step, checked: parameters with a gradient, their state and their blocks."""
+    def _gather(self, group: Group) -> Stepping:
+        """What takes part in this step, checked."""
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:
             refuse_sparse(param.grad)
-        part = _Stepping(
-            group,
-            params,
-            [self.state.get(param) for param in params],
-            [states.blocks(param, group) for param in params],
-        )
-        for param, state, blocks in zip(part.params, part.states, part.blocks, strict=True):
-            if state and (problem := states.misfit(state, param, blocks)) is not None:
-                raise RuntimeError(problem)
-        return part
-
-    def _complete_state(self, part: _Stepping) -> None:
-        for i, (param, state) in enumerate(zip(part.params, part.states, strict=True)):
-            if not state:
-                states.complete(self.state[param], param, part.group)
-                part.states[i] = self.state[param]
+        known = self._stepping.get(id(group))
+        if known is None or known.group is not group or not known.is_current(params, self.state):
+            known = self._stepping[id(group)] = Stepping(group, params, self.state)
+        return known
 
     def _measure_from_graph(self) -> None:
         """The classic loop's measurement, from gradients that carry their graph."""
@@ -382,7 +345,7 @@ class AdaHessian(Optimizer):
                 stacklevel=5,  # past step and the two wrappers that torch puts around it
             )
 
-    def _is_ready(self, part: _Stepping) -> bool:
+    def _is_ready(self, part: Stepping) -> bool:
         """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
         if part.group["measurements"] or self._measurement is not None or not part.params:
             return True
@@ -395,47 +358,50 @@ class AdaHessian(Optimizer):
             "loss.backward() by loss.backward(create_graph=optimizer.curvature_due)."
         )
 
-    def _step_group(self, part: _Stepping, measurement: Measurement | None) -> None:
+    def _step_group(self, part: Stepping, measurement: Measurement | None) -> None:
         count_step(part.group, measured=measurement is not None)
         if not part.params:
             return
-        steps = [state["step"] for state in part.states if state is not None]
-        # A number would be wrapped in a tensor anew for each step count on the host.
-        torch._foreach_add_(steps, torch.ones(()) if steps[0].is_cpu else 1)
-        fused, plain = self._split([part.member(i) for i in range(len(part.params))], part.states)
-        for tensors, chosen in fused:
-            self._step_fused(tensors, part.only(chosen), measurement or {})
-        if plain:
-            self._step_plain(part.only(plain), measurement or {})
+        counts = part.count()
+        for tensors, chosen in part.fused:
+            self._step_fused(tensors, part, chosen, [counts[i] for i in chosen], measurement or {})
+        if part.plain:
+            self._step_plain(part, measurement or {})
 
-    def _step_fused(self, tensors: FusedTensors, part: _Stepping, measurement: Measurement) -> None:
-        of_params = [state for state in part.states if state is not None]
-        rows = [_kernel_settings(part.group, state["step"].item()) for state in of_params]
-        measured = [i for i, param in enumerate(part.params) if param in measurement]
-        if measured:
-            among = tensors if len(measured) == len(rows) else self._table([part.member(i) for i in measured])
-            estimates = [measurement[part.params[i]] for i in measured]
-            among.fold(
-                [of_params[i]["hessian_rms"] for i in measured],
-                [of_params[i]["hessian_age"] for i in measured],
-                [of_params[i]["dropped"] for i in measured],
-                [estimate.values for estimate in estimates],
-                [estimate.not_finite for estimate in estimates],
-                [rows[i] for i in measured],
+    def _step_fused(
+        self, tensors: FusedTensors, part: Stepping, chosen: list[int], counts: list[float], measurement: Measurement
+    ) -> None:
+        group = part.group
+        # A launch has one setting for all. Parameters without a gradient now and then have taken fewer steps.
+        for count in sorted(set(counts)):
+            same = [i for i, own in zip(chosen, counts, strict=True) if own == count]
+            of_all = tensors if len(same) == len(chosen) else self._fusion.table([part.member(i) for i in same])
+            measured = [i for i in same if part.params[i] in measurement]
+            if measured:
+                of_some = of_all if measured == same else self._fusion.table([part.member(i) for i in measured])
+                of_some.fold(
+                    [part.states[i] for i in measured],
+                    [measurement[part.params[i]] for i in measured],
+                    beta2=group["betas"][1],
+                    new_age=count if group["beta2_per"] == "step" else None,
+                )
+            of_all.update(
+                [part.params[i] for i in same],
+                [part.states[i] for i in same],
+                step=count,
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                hessian_power=group["hessian_power"],
+                maximize=group["maximize"],
             )
-        tensors.update(
-            part.params,
-            [param.grad for param in part.params if param.grad is not None],
-            [state["exp_avg"] for state in of_params],
-            [state["hessian_rms"] for state in of_params],
-            rows,
-        )
 
-    def _step_plain(self, part: _Stepping, measurement: Measurement) -> None:
-        group, params = part.group, part.params
+    def _step_plain(self, part: Stepping, measurement: Measurement) -> None:
+        group = part.group
         beta1, beta2 = group["betas"]
-        of_params = [state for state in part.states if state is not None]
-        for param, state in zip(params, of_params, strict=True):
+        chosen = part.only(part.plain)
+        for param, state, _ in chosen:
             if param in measurement:
                 update_hessian_rms(
                     state["hessian_rms"],
@@ -445,13 +411,14 @@ class AdaHessian(Optimizer):
                     state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
                     beta2=beta2,
                 )
+        params = [param for param, _, _ in chosen]
         update_parameters(
             [as_reals(param) for param in params],
             [as_reals(param.grad) for param in params if param.grad is not None],
-            [as_reals(state["exp_avg"]) for state in of_params],
-            [state["hessian_rms"] for state in of_params],
-            [state["step"] for state in of_params],
-            part.blocks,
+            [as_reals(state["exp_avg"]) for _, state, _ in chosen],
+            [state["hessian_rms"] for _, state, _ in chosen],
+            [state["step"] for _, state, _ in chosen],
+            [blocks for _, _, blocks in chosen],
             lr=group["lr"],
             beta1=beta1,
             eps=group["eps"],
@@ -519,39 +486,8 @@ class AdaHessian(Optimizer):
         self._measurement = None
         self._overdue_warned = False
         self._dropped_seen = 0
-        self._tables = {}
-
-    def _split(
-        self, members: Sequence[Member], of_members: Sequence[State | None] | None = None
-    ) -> tuple[list[tuple[FusedTensors, list[int]]], list[int]]:
-        """Which parameters the fused kernels take, in sets that share a launch, and which are left to plain code."""
-        sets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        plain = []
-        for i, (param, group, _) in enumerate(members):
-            state = of_members[i] if of_members is not None else None
-            if kernels.wanted(group, param) and kernels.can_take(param, states.blocks(param, group), state):
-                sets.setdefault((param.device, param.dtype), []).append(i)
-            else:
-                plain.append(i)
-        return [(self._table([members[i] for i in chosen]), chosen) for chosen in sets.values()], plain
-
-    def _table(self, members: Sequence[Member]) -> FusedTensors:
-        """Tables for parameters that share a launch, made once for each list of them."""
-        blocks = [states.blocks(param, group) for param, group, _ in members]
-        key = tuple(
-            (id(param), param.stride(), id(of), group["averaging"], position)
-            for (param, group, position), of in zip(members, blocks, strict=True)
-        )
-        if key not in self._tables:
-            if len(self._tables) > _TABLES:
-                self._tables.clear()
-            self._tables[key] = FusedTensors(
-                [param for param, _, _ in members],
-                blocks,
-                [group["averaging"] for _, group, _ in members],
-                [position for _, _, position in members],
-            )
-        return self._tables[key]
+        self._stepping = {}
+        self._fusion = Fusion()
 
     def _parameters(self) -> Iterator[Member]:
         """Each parameter with its group and its position among all of them, by which its probes are drawn.
@@ -563,22 +499,6 @@ class AdaHessian(Optimizer):
             for param in group["params"]:
                 yield param, group, position
                 position += 2 if param.is_complex() else 1
-
-
-def _kernel_settings(group: Group, step: float) -> list[float]:
-    """A row of ``settings`` for the fused kernels, at this step."""
-    beta1, beta2 = group["betas"]
-    lr = float(group["lr"])
-    return [
-        -lr / (1 - beta1**step),
-        1 - lr * group["weight_decay"],
-        1 - beta1,
-        group["eps"],
-        group["hessian_power"],
-        -1.0 if group["maximize"] else 1.0,
-        math.log(beta2) if beta2 > 0 else -math.inf,
-        step if group["beta2_per"] == "step" else -1.0,
-    ]
 
 
 def _use_foreach(group: Group, params: list[Tensor]) -> bool:

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 def twice_differentiable(model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
     """Run a model on kernels that torch can differentiate twice; only inside, the gradient keeps its own.
 
-    Attention takes the math kernel instead of a fused one, recurrent layers do without cuDNN and oneDNN, and what has been
-    compiled by ``torch.compile`` runs as it was written, unless the pass itself is compiled.
+    Attention takes the math kernel instead of a fused one, recurrent layers do without cuDNN and oneDNN, and what has
+    been compiled by ``torch.compile`` runs as it was written, unless the pass itself is compiled.
     """
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))

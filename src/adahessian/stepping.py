@@ -1,0 +1,104 @@
+"""What takes part in a step of a group: looked up and checked once, and then recognised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adahessian import state as states
+from adahessian.averaging import Blocks
+from adahessian.fused import FusedTensors, Fusion, Member
+from adahessian.state import Group, State
+
+# Settings that decide how a step is taken. All others may change from step to step.
+_DECISIVE = ("block_size", "blocks", "averaging", "foreach", "fused", "capturable")
+_KEYS = ("exp_avg", "hessian_rms", "step")
+
+
+class Stepping:
+    """The parameters of a group that have a gradient, with their blocks and states.
+
+    Args:
+        group: The group.
+        params: Those of its parameters that have a gradient.
+        state: The states of all parameters, where there are any.
+
+    Raises:
+        RuntimeError: If a state does not fit its parameter.
+    """
+
+    def __init__(self, group: Group, params: list[Tensor], state: Mapping[Tensor, State]) -> None:
+        self.group = group
+        self.params = params
+        self.blocks: list[Blocks] = [states.blocks(param, group) for param in params]
+        for param, of in zip(params, self.blocks, strict=True):
+            known = state.get(param)
+            if known and (problem := states.misfit(known, param, of)) is not None:
+                raise RuntimeError(problem)
+        self.states: list[State] = []
+        self.fused: list[tuple[FusedTensors, list[int]]] = []
+        self.plain: list[int] = []
+        self._settings = _decisive(group)
+        self._strides = [param.stride() for param in params]
+        self._tensors: list[tuple[Any, ...]] = []
+        self._counter: Tensor | None = None
+
+    def complete(self, state: dict[Tensor, State], fusion: Fusion) -> None:
+        """Make the states that are missing, and decide which parameters the fused kernels take."""
+        if self.states or not self.params:
+            return
+        for param in self.params:
+            states.complete(state[param], param, self.group)
+        self.states = [state[param] for param in self.params]
+        if not self.group["capturable"]:
+            self._join_counts()
+        self._tensors = [tuple(each[key] for key in _KEYS) for each in self.states]
+        self.fused, self.plain = fusion.split([self.member(i) for i in range(len(self.params))], self.states)
+
+    def is_current(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
+        """Whether all of it is still so for these parameters."""
+        return (
+            len(params) == len(self.params) == len(self.states)
+            and self._settings == _decisive(self.group)
+            and all(
+                param is known and state.get(param) is own and param.stride() == stride and _same(own, tensors)
+                for param, known, own, stride, tensors in zip(
+                    params, self.params, self.states, self._strides, self._tensors, strict=True
+                )
+            )
+        )
+
+    def count(self) -> list[float]:
+        """Count a step; returns the count of each parameter, unless these are on the device."""
+        if self._counter is None:
+            torch._foreach_add_([state["step"] for state in self.states], 1)
+            return []
+        self._counter.add_(1)
+        counts: list[float] = self._counter.tolist()
+        return counts
+
+    def member(self, i: int) -> Member:
+        """A parameter as the fused kernels know it; its position is of no account in a step."""
+        return self.params[i], self.group, 0
+
+    def only(self, chosen: list[int]) -> list[tuple[Tensor, State, Blocks]]:
+        """Some of the parameters, with what belongs to them."""
+        return [(self.params[i], self.states[i], self.blocks[i]) for i in chosen]
+
+    def _join_counts(self) -> None:
+        """Keep the step counts of all parameters in one tensor, of which each has its own element."""
+        self._counter = torch.stack([state["step"] for state in self.states])
+        for state, count in zip(self.states, self._counter.unbind(), strict=True):
+            state["step"] = count
+
+
+def _decisive(group: Group) -> tuple[Any, ...]:
+    return (*(group[name] for name in _DECISIVE), isinstance(group["lr"], Tensor))
+
+
+def _same(state: State, tensors: tuple[Any, ...]) -> bool:
+    exp_avg, hessian_rms, step = tensors
+    return state["exp_avg"] is exp_avg and state["hessian_rms"] is hessian_rms and state["step"] is step

@@ -1,0 +1,120 @@
+"""Attention in plain operations: torch's own, and differentiable in every way."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adahessian.curvature import attention as module
+from adahessian.curvature.attention import PlainAttention, attention
+
+KEYS = torch.tensor([[1, 0, 0, 1, 1], [0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]]).bool()
+
+
+def inputs(heads=2, key_heads=2, dtype=torch.float64):
+    """Query, key and value: 4 positions that look at 5."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, heads, 4, 6), (3, key_heads, 5, 6), (3, key_heads, 5, 7)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments by which plain attention is called."""
+    seen = []
+
+    def watched(*args, **kwargs):
+        seen.append(kwargs)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(module, "attention", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"is_causal": True},
+        {"attn_mask": KEYS},
+        {"attn_mask": torch.randn(2, 4, 5, dtype=torch.float64)},
+        {"scale": 0.3},
+        {"dropout_p": 0.0, "is_causal": True, "scale": 2.0},
+    ],
+)
+def test_it_is_torchs_own(arguments):
+    torch.testing.assert_close(
+        attention(*inputs(), **arguments), F.scaled_dot_product_attention(*inputs(), **arguments)
+    )
+
+
+def test_heads_that_share_keys():
+    arguments = {"enable_gqa": True, "attn_mask": KEYS}
+    found = attention(*inputs(6, 2), **arguments)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*inputs(6, 2), **arguments))
+
+
+def test_dropout_draws_what_torchs_own_draws():
+    found = []
+    for function in (attention, F.scaled_dot_product_attention):
+        torch.manual_seed(0)
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(function(*inputs(), dropout_p=0.5))
+    torch.testing.assert_close(*found)
+    assert not torch.allclose(found[0], attention(*inputs()))
+
+
+def test_a_row_without_any_key_is_finite_and_so_are_its_derivatives():
+    mask = KEYS.clone()
+    mask[1] = False
+    query, key, value = inputs()
+
+    def loss(query):
+        return attention(query, key, value, attn_mask=mask).square().sum()
+
+    gradient, product = jvp(grad(loss), (query,), (torch.ones_like(query),))
+    assert attention(query, key, value, attn_mask=mask).isfinite().all()
+    assert gradient.isfinite().all()
+    assert product.isfinite().all()
+    others = torch.tensor([0, 2, 3])
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(attention(query, key, value, attn_mask=mask)[..., others, :], expected[..., others, :])
+
+
+def test_it_takes_the_place_of_torchs_own_inside_only(calls):
+    with PlainAttention():
+        found = F.scaled_dot_product_attention(*inputs(), is_causal=True)
+        assert torch.equal(torch.ones(2).cumsum(0), torch.tensor([1.0, 2.0])), "everything else is as it was"
+    assert calls == [{"is_causal": True}]
+    torch.testing.assert_close(F.scaled_dot_product_attention(*inputs(), is_causal=True), found)
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_it_is_differentiated_twice_under_autocast(calls):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 18)
+    x = torch.randn(3, 5, 6)
+
+    def loss(params):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            query, key, value = functional_call(model, params, (x,)).unsqueeze(1).chunk(3, dim=-1)
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True).float().square().mean()
+
+    def exact(params):
+        query, key, value = functional_call(model, params, (x,)).unsqueeze(1).chunk(3, dim=-1)
+        return attention(query, key, value, is_causal=True).square().mean()
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    ones = {name: torch.ones_like(param) for name, param in params.items()}
+    with PlainAttention():
+        gradient = grad(loss)(params)
+        along = jvp(grad(loss), (params,), (ones,))
+    assert len(calls) == 2
+    for found, true in zip(
+        (gradient, *along), (grad(exact)(params), *jvp(grad(exact), (params,), (ones,))), strict=True
+    ):
+        for name in params:
+            assert (found[name] - true[name]).norm() < 0.02 * true[name].norm()

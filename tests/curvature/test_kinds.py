@@ -1,0 +1,119 @@
+"""Which batches are of one kind, and which kinds are worth compiling for."""
+
+from collections import UserDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from adahessian.curvature.batches import signature
+from adahessian.curvature.kinds import Kinds
+from adahessian.messages import say_once
+
+X = torch.zeros(8, 3)
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@pytest.fixture
+def said(caplog):
+    say_once.cache_clear()
+    return caplog
+
+
+def of_size(size):
+    return torch.zeros(size, 3)
+
+
+# What is of one kind -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (X, torch.ones(8, 3)),
+        ((X, X), (torch.ones(8, 3), torch.ones(8, 3))),
+        ({"x": X, "more": [X, ("mean", 2)]}, {"x": torch.ones(8, 3), "more": [torch.ones(8, 3), ("mean", 2)]}),
+        (UserDict(x=X), {"x": torch.ones(8, 3)}),
+        (None, None),
+    ],
+)
+def test_values_of_tensors_do_not_matter(one, other):
+    assert signature(one) == signature(other)
+    assert hash(signature(one)) == hash(signature(other))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(7, 3),
+        torch.zeros(3, 8).t(),
+        torch.zeros(8, 3, dtype=torch.float64),
+        torch.zeros(8, 3, device="meta"),
+        torch.zeros(8, 3, requires_grad=True),
+        (X,),
+        [X],
+        {"x": X},
+    ],
+)
+def test_all_else_about_a_tensor_does(other):
+    assert signature(other) != signature(X)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((X, X), [X, X]),
+        ((X, X), Pair(X, X)),
+        ((X, "mean"), (X, "sum")),
+        ((X, (X, 1)), (X, (X, 2))),
+        ({"x": X}, {"y": X}),
+        ({"x": {"y": X}}, {"x": {"y": of_size(7)}}),
+    ],
+)
+def test_structure_matters_and_so_does_what_is_no_tensor(one, other):
+    assert signature(one) != signature(other)
+
+
+@pytest.mark.parametrize("thing", [np.zeros(3), {1, 2}, bytearray(b"x")], ids=str)
+def test_what_cannot_be_hashed_has_no_signature(thing):
+    with pytest.raises(TypeError, match="unhashable"):
+        signature({"x": (X, [thing])})
+
+
+# What is worth it ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_kind_is_worth_it_at_once_and_others_when_they_have_come_ten_times(said):
+    kinds = Kinds()
+    first = kinds.key((of_size(8), "mean"))
+    assert first is not None
+    assert not said.messages
+    for _ in range(9):
+        assert kinds.key((of_size(5), "mean")) is None
+        assert kinds.key((of_size(8), "mean")) == first
+    assert said.messages == [
+        "a batch of another shape is not compiled for, nor captured, until that shape has come 10 times; pad or drop "
+        "incomplete batches to have all of them alike"
+    ]
+    second = kinds.key((of_size(5), "mean"))
+    assert second is not None
+    assert second != first
+    assert kinds.key((of_size(5), "mean")) == second
+
+
+def test_no_more_than_eight_kinds_are_worth_it():
+    kinds = Kinds()
+    for size in range(1, 12):
+        for _ in range(10):
+            kinds.key(of_size(size))
+    assert [kinds.key(of_size(size)) is not None for size in range(1, 12)] == [True] * 8 + [False] * 3
+
+
+def test_what_cannot_be_hashed_is_never_worth_it_and_that_is_said(said):
+    kinds = Kinds()
+    for _ in range(20):
+        assert kinds.key((of_size(8), np.zeros(3))) is None
+    assert said.messages == [
+        "batches are not compiled for, as they hold what cannot be compared: unhashable type: 'numpy.ndarray'"
+    ]
+    assert kinds.key(of_size(8)) is not None, "the first of those that can"
