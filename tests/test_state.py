@@ -184,3 +184,47 @@ def test_a_parameter_without_state_is_loaded_as_such():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert unused not in other.state
     torch.testing.assert_close(other.state[used], optimizer.state[used], rtol=0, atol=0)
+
+
+def test_two_optimizers_with_one_state_dict_count_for_themselves():
+    model, batch = MLP.model(), MLP.batch()
+    first = AdaHessian(model.parameters())
+    train(MLP, model, first, batch, 2, "object")
+    other_model = MLP.model()
+    second = AdaHessian(other_model.parameters())
+    second.load_state_dict(first.state_dict())
+    train(MLP, model, first, batch, 3, "object")
+    assert {int(state["step"]) for state in first.state.values()} == {5}
+    assert {int(state["step"]) for state in second.state.values()} == {2}
+    train(MLP, other_model, second, batch, 1, "object")
+    assert {int(state["step"]) for state in second.state.values()} == {3}
+
+
+def test_parameters_that_skip_steps_count_their_own():
+    params = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    optimizer = AdaHessian(params, update_every=100)
+    for number in range(4):
+        for i, param in enumerate(params):
+            param.grad = torch.ones(3) if i == 0 or number % (i + 1) == 0 else None
+        if number == 0:
+            optimizer.feed_curvature({param: torch.ones(3) for param in params})
+        optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [4, 2, 2]
+
+
+def test_a_state_that_was_exchanged_is_noticed():
+    param = torch.ones(3, requires_grad=True)
+    optimizer = AdaHessian([param])
+    param.grad = torch.ones(3)
+    optimizer.feed_curvature({param: torch.ones(3)})
+    optimizer.step()
+    optimizer.state[param]["exp_avg"] = torch.full((3,), -100.0)
+    before = param.detach().clone()
+    optimizer.step()
+    assert (param > before).all()
+    optimizer.state[param]["step"] = torch.tensor(1000.0)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1001
+    optimizer.state[param]["hessian_rms"] = torch.ones(4)
+    with pytest.raises(RuntimeError, match="needs"):
+        optimizer.step()

@@ -448,10 +448,13 @@ class AdaHessian(Optimizer):
             loaded.update(incoming)
 
         def restore_dtypes(_: Optimizer) -> None:
-            for param, __, state in self._match(loaded):
+            for param, group, state in self._match(loaded):
                 for key in states.KEEP_THEIR_DTYPE:
                     if key in state:
                         self.state[param][key] = state[key].to(**states.own_dtype(param))
+                if isinstance(state.get("step"), Tensor):
+                    # A copy, as the other optimizer may go on counting; and where this one reads it.
+                    self.state[param]["step"] = state["step"].clone().to(states.step_device(param, group))
 
         # The last to see what comes in, after all other hooks, and the first to see what has been loaded.
         handles = (

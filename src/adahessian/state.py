@@ -36,14 +36,17 @@ def own_dtype(param: Tensor) -> dict[str, Any]:
     return {"dtype": accumulation_dtype(param.dtype).to_real(), "device": param.device}
 
 
+def step_device(param: Tensor, group: Group) -> torch.device:
+    """As in torch.optim.Adam, the step is on the host, where reading it is free, unless a graph is to be captured."""
+    return param.device if group["capturable"] else torch.device("cpu")
+
+
 def complete(state: State, param: Tensor, group: Group) -> None:
     """Make what a state lacks: all of it at the first step, and new keys after loading an older checkpoint."""
-    # As in torch.optim.Adam, the step is on the host, where reading it is free, unless a graph is to be captured.
-    device = param.device if group["capturable"] else "cpu"
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor):
-        state["step"] = torch.full((), float(step), dtype=dtype, device=device)
+        state["step"] = torch.full((), float(step), dtype=dtype, device=step_device(param, group))
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     if "hessian_rms" not in state or "hessian_age" not in state:

@@ -34,9 +34,6 @@ class Reference(NamedTuple):
     diagonal: list[Tensor | None]
     """The diagonal, along the probes of the measurement that is due."""
 
-    unused: tuple[int, ...]
-    """The parameters that take no part in the loss."""
-
     is_random: bool
     """Whether the pass draws random numbers."""
 
@@ -51,8 +48,7 @@ def reference(problem: Problem, part: object) -> Reference | None:
     except torch.OutOfMemoryError:
         say("the curvature is not compared with that by double backward, which does not fit into memory")
         return None
-    unused = tuple(i for i, gradient in enumerate(found.gradients) if gradient is None)
-    return Reference(found.diagonal, unused, is_random)
+    return Reference(found.diagonal, is_random)
 
 
 def agreement(

@@ -131,8 +131,7 @@ class Engine:
                     say(f"not by compiled {failures[-1]}")
             why_eager = "; ".join(failures) or why_eager
             if self.product == "forward_over_reverse":
-                unused = expected.unused if expected is not None else ()
-                way = functional(self._problem, uncompiled(self._problem, self.product), compiled=False, unused=unused)
+                way = functional(self._problem, uncompiled(self._problem, self.product), compiled=False)
                 return self._checked(part, way, expected)
         return Choice(f"double backward, not compiled: {why_not or why_eager}", double_backward(self._problem))
 
@@ -160,8 +159,7 @@ class Engine:
         function = compile_derivatives(
             problem.functional(), product, tangent_dtype=self._tangent_dtype, channels_last=channels_last
         )
-        unused = expected.unused if expected is not None else ()
-        way = functional(problem, function, compiled=True, unused=unused)
+        way = functional(problem, function, compiled=True)
         try:
             with compiling(f"the curvature pass ({_in_words(product)})"), problem.random_streams_untouched():
                 found = way(part, problem.optimizer.draw_probes, False)
@@ -169,7 +167,7 @@ class Engine:
             raise
         except Exception as error:  # whatever the compiler stumbles over
             raise UnfitError(first_line(error)) from error
-        plain = functional(problem, uncompiled(problem, product), compiled=False, unused=unused)
+        plain = functional(problem, uncompiled(problem, product), compiled=False)
         words = agreement(problem, part, found, plain, expected, rounded=self._tangent_dtype is not None)
         return Choice(f"compiled {_in_words(product)}, {words}", way, is_compiled=True)
 

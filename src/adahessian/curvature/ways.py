@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from adahessian.curvature.attention import PlainAttention
 from adahessian.curvature.backends import twice_differentiable
+from adahessian.curvature.batches import signature
 from adahessian.curvature.compilation import Compiled
 from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.finite_difference import check_smooth, finite_difference_product, relative_step
@@ -90,10 +91,40 @@ def uncompiled(problem: Problem, product: Product) -> Compiled:
     return lambda params, buffers, probe, part: loss.derivatives(product, params, buffers, probe, part)
 
 
-def functional(problem: Problem, function: Compiled, *, compiled: bool, unused: Sequence[int]) -> Way:
-    """By a function of the parameters, a pass for each probe; ``unused`` are the parameters that take no part."""
+class Unused:
+    """The parameters that take no part in a loss, found by an ordinary gradient, once for each kind of batch.
+
+    ``torch.func`` has zeros for them. They are None everywhere else, and stay as they are.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[Hashable, frozenset[int]] = {}
+
+    def __call__(self, part: Any) -> frozenset[int]:
+        """Their numbers."""
+        try:
+            kind: Hashable = signature(part)
+        except TypeError:
+            return self._find(part)
+        if kind not in self._known:
+            self._known[kind] = self._find(part)
+        return self._known[kind]
+
+    def _find(self, part: Any) -> frozenset[int]:
+        problem = self._problem
+        with torch.enable_grad(), model_untouched(problem.model), problem.random_streams_untouched():
+            loss = problem.loss_fn(problem.model, part)
+            gradients = torch.autograd.grad(loss, problem.parameters, allow_unused=True)
+        return frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
+
+
+def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
+    """By a function of the parameters, a pass for each probe."""
+    unused_in = Unused(problem)
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
+        unused = unused_in(part)
         params = [param.detach() for param in problem.parameters]
         buffers = {f"model.{name}": buffer for name, buffer in problem.model.named_buffers()}
         probes = problem.optimizer.num_probes
@@ -168,7 +199,7 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _without(values: Sequence[Tensor], unused: Sequence[int]) -> list[Tensor | None]:
+def _without(values: Sequence[Tensor], unused: Container[int]) -> list[Tensor | None]:
     return [None if i in unused else value for i, value in enumerate(values)]
 
 
