@@ -38,15 +38,18 @@ def provenance(*, seed: int | list[int]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this code, with ``-dirty`` behind it if files were changed since.
+    """The commit of this code, with ``-dirty`` behind it if files were changed since; None outside a git checkout.
 
-    Outside a git checkout, as on a machine that was sent the files alone, it is what the environment variable
-    ``ADAHESSIAN_COMMIT`` says, or None. That the folder lies in a checkout is not enough: a virtual environment often
-    does, and what is installed in it is not what the checkout tracks.
+    The environment variable ``ADAHESSIAN_COMMIT`` says it instead where it is set: on a machine that was sent the files
+    without their history, or onto an older one. That the folder lies in a checkout is not enough: a virtual environment
+    often does, and what is installed in it is not what the checkout tracks.
     """
+    said = os.environ.get("ADAHESSIAN_COMMIT")
+    if said:
+        return said
     this_file = Path(__file__)
     if _git("ls-files", "--error-unmatch", this_file.name, folder=this_file.parent) is None:
-        return os.environ.get("ADAHESSIAN_COMMIT") or None
+        return None
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*", folder=this_file.parent)
 
 
