@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from adahessian.averaging import Averaging, Blocks, Estimate
 from adahessian.curvature.probes import as_int64
@@ -86,7 +87,9 @@ class FusedTensors:
     ) -> None:
         """Take one step, in place: the twin of :func:`adahessian.update.update_parameters`."""
         grads = [
-            _strided(param.grad, own) for param, own in zip(params, self.strides, strict=True) if param.grad is not None
+            _strided(param.grad.to(self.dtype), own)
+            for param, own in zip(params, self.strides, strict=True)
+            if param.grad is not None
         ]
         exp_avgs = [state["exp_avg"] for state in of_params]
         rms = [state["hessian_rms"] for state in of_params]
@@ -107,6 +110,8 @@ class FusedTensors:
             ALIGNED=aligned,
             TILE=_TILE,
         )
+        # Autograd notices what its own operations write, and must be told of the kernel.
+        torch.autograd.graph.increment_version([*params, *exp_avgs])
 
     def draw(self, probes: Sequence[Tensor], keys: Sequence[int]) -> None:
         """Fill tensors with the signs that belong to keys, which lack the parameter's position only."""
@@ -169,7 +174,7 @@ class FusedTensors:
             new_age: The age that averages have now; None if it grows by one.
         """
         weights = torch.empty(len(self.strides), device=self.device)
-        flags = [estimate.not_finite for estimate in estimates]
+        flags = [estimate.not_finite.to(torch.int32) for estimate in estimates]
         pointers, _ = self._addresses(
             "weigh", [state["hessian_age"] for state in of_params], [state["dropped"] for state in of_params], flags
         )
@@ -228,7 +233,7 @@ class Fusion:
         """Tables for parameters that share a launch, made once for each list of them."""
         blocks = [blocks_in(param, group) for param, group, _ in members]
         key = tuple(
-            (id(param), param.stride(), id(of), group["averaging"], position)
+            (id(param), param.stride(), param.dtype, param.device, id(of), group["averaging"], position)
             for (param, group, position), of in zip(members, blocks, strict=True)
         )
         if key not in self._tables:
@@ -259,9 +264,14 @@ def _has_triton() -> bool:
 
 def _can_take(param: Tensor, of: Blocks, state: State | None) -> bool:
     """Whether the kernels can work on a parameter: its dtype is narrow enough and its memory has no gaps."""
-    if param.dtype not in _DTYPES or not (param.is_contiguous() or _is_channels_last(param, of)):
+    if is_traceable_wrapper_subclass(param) or param.dtype not in _DTYPES:
         return False
-    return not state or state["exp_avg"].stride() == param.stride()
+    if not (param.is_contiguous() or _is_channels_last(param, of)):
+        return False
+    if not state:
+        return True
+    exp_avg = state["exp_avg"]
+    return bool(exp_avg.dtype == param.dtype and exp_avg.device == param.device and exp_avg.stride() == param.stride())
 
 
 def _is_channels_last(param: Tensor, of: Blocks) -> bool:

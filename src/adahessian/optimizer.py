@@ -241,22 +241,29 @@ class AdaHessian(Optimizer):
                 )
             if values.shape != param.shape:
                 raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
+            gradient = values if gradients is None else gradients.get(param)
+            if gradient is None or gradient.shape != param.shape or {values.device, gradient.device} != {param.device}:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} on {param.device} needs its diagonal and its gradient "
+                    "in that shape and on that device"
+                )
         measured = [members[param] for param in diagonal]
         fused, plain = self._fusion.split(measured)
-        self._measurement = {}
+        measurement: Measurement = {}
         for tensors, numbers in fused:
             params = [measured[i][0] for i in numbers]
             of_params = tensors.average(
                 [diagonal[param].to(torch.float32) for param in params],
                 None if gradients is None else [gradients[param] for param in params],
             )
-            self._measurement |= dict(zip(params, map(Estimate, *of_params), strict=True))
+            measurement |= dict(zip(params, map(Estimate, *of_params), strict=True))
         for param, group, _ in (measured[i] for i in plain):
-            self._measurement[param] = states.blocks(param, group).estimate(
+            measurement[param] = states.blocks(param, group).estimate(
                 as_reals(diagonal[param].to(accumulation_dtype(param.dtype))),
                 None if gradients is None else as_reals(gradients[param]),
                 group["averaging"],
             )
+        self._measurement = measurement
 
     @property
     def dropped_measurements(self) -> int:

@@ -42,7 +42,7 @@ class Stepping:
         self.fused: list[tuple[FusedTensors, list[int]]] = []
         self.plain: list[int] = []
         self._settings = _decisive(group)
-        self._strides = [param.stride() for param in params]
+        self._forms = list(map(_form, params))
         self._tensors: list[tuple[Any, ...]] = []
         self._counter: Tensor | None = None
 
@@ -64,9 +64,9 @@ class Stepping:
             len(params) == len(self.params) == len(self.states)
             and self._settings == _decisive(self.group)
             and all(
-                param is known and state.get(param) is own and param.stride() == stride and _same(own, tensors)
-                for param, known, own, stride, tensors in zip(
-                    params, self.params, self.states, self._strides, self._tensors, strict=True
+                param is known and state.get(param) is own and _form(param) == form and _same(own, tensors)
+                for param, known, own, form, tensors in zip(
+                    params, self.params, self.states, self._forms, self._tensors, strict=True
                 )
             )
         )
@@ -93,6 +93,10 @@ class Stepping:
         self._counter = torch.stack([state["step"] for state in self.states])
         for state, count in zip(self.states, self._counter.unbind(), strict=True):
             state["step"] = count
+
+
+def _form(param: Tensor) -> tuple[Any, ...]:
+    return param.shape, param.stride(), param.dtype, param.device
 
 
 def _decisive(group: Group) -> tuple[Any, ...]:

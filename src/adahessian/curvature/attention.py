@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+_FUSED = F.scaled_dot_product_attention
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Inside, attention is computed by :func:`attention`, whichever name it is called by.
+
+    Modes are off inside ``F.multi_head_attention_forward``, which looks the function up by its name.
+    """
+    with PlainAttention(), patch.object(F, "scaled_dot_product_attention", attention):
+        yield
 
 
 class PlainAttention(TorchFunctionMode):
@@ -22,7 +36,7 @@ class PlainAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Pass every other function on."""
-        if func is F.scaled_dot_product_attention:
+        if func is _FUSED:
             return attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -48,11 +62,15 @@ def attention(
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None:
-        # Not minus infinity: a row without any key would become NaN, and so would all derivatives.
-        least = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~attn_mask, least) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = scores.softmax(-1)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        shut = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.eq(-math.inf)
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask.masked_fill(shut, 0.0)
+        # As torch does: a row without any key attends to nothing. Minus infinity would make all derivatives NaN.
+        scores = scores.masked_fill(shut, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).masked_fill(shut.all(-1, keepdim=True), 0.0)
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
     return weights.to(value.dtype) @ value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ def twice_differentiable(model: nn.Module, *, compiled: bool = False) -> Iterato
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(_without_onednn())
+            stack.enter_context(_without("cudnn"))
+            stack.enter_context(_without("mkldnn"))
         # Whoever has compiled something has loaded the compiler; loading it for this alone would take seconds.
         if not compiled and "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -30,11 +31,12 @@ def twice_differentiable(model: nn.Module, *, compiled: bool = False) -> Iterato
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
-    # torch.backends.mkldnn.flags sets other flags too, and warns of them.
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+def _without(library: Literal["cudnn", "mkldnn"]) -> Iterator[None]:
+    # The flags of torch.backends set other flags too, and fail where precisions were set by torch's newer settings.
+    enabled = getattr(torch._C, f"_get_{library}_enabled")()
+    set_enabled = getattr(torch._C, f"_set_{library}_enabled")
+    set_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        set_enabled(enabled)

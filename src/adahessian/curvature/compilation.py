@@ -57,6 +57,8 @@ def compile_derivatives(
         diagonal = [_in_order_of(d, param) for d, param in zip(diagonal, shapes, strict=True)]
         return value, gradients, diagonal, after
 
+    # The compiler counts the versions of a function by its code, and allows eight: each model needs code of its own.
+    derivatives.__code__ = derivatives.__code__.replace()
     compiled: Compiled = torch.compile(
         derivatives,
         fullgraph=True,

@@ -12,6 +12,7 @@ from adahessian.curvature.agreement import Reference, UnfitError, agreement, ref
 from adahessian.curvature.compilation import WORTH_COMPILING, compile_derivatives, missing_compiler
 from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.functional import Product
+from adahessian.curvature.isolation import transforms_closed
 from adahessian.curvature.kinds import Kinds
 from adahessian.curvature.ways import (
     Draw,
@@ -102,6 +103,8 @@ class Engine:
     def wants_compiled(self) -> tuple[bool, str]:
         """Whether to compile, and why not."""
         params = self._problem.parameters
+        if not params:
+            return False, "no parameter requires a gradient"
         device = params[0].device
         if self._compile is False:
             return False, "as asked for"
@@ -161,7 +164,11 @@ class Engine:
         )
         way = functional(problem, function, compiled=True)
         try:
-            with compiling(f"the curvature pass ({_in_words(product)})"), problem.random_streams_untouched():
+            with (
+                compiling(f"the curvature pass ({_in_words(product)})"),
+                problem.random_streams_untouched(),
+                transforms_closed(),
+            ):
                 found = way(part, problem.optimizer.draw_probes, False)
         except torch.OutOfMemoryError:
             raise
@@ -189,5 +196,6 @@ def _in_words(product: str) -> str:
 
 def first_line(error: Exception) -> str:
     """An error in one line."""
+    error = getattr(error, "inner_exception", error)  # what the compiler's backend stumbled over
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -107,3 +107,22 @@ def random_streams_untouched(devices: Iterable[torch.device]) -> Iterator[None]:
             random.setstate(python_state)
             if numpy_random:
                 numpy_random.set_state(numpy_state)
+
+
+@contextmanager
+def transforms_closed() -> Iterator[None]:
+    """Close what is left open when the compiler's backend fails inside a transform of torch.func, as in torch 2.13.
+
+    Saved-tensor hooks would stay forbidden, and forward differentiation nested, for the rest of the process.
+    """
+    autograd = torch._C._autograd
+    forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException:
+        if forbidden is None:
+            autograd._saved_tensors_hooks_enable()
+        if torch.autograd.forward_ad._current_level < 0:
+            with suppress(RuntimeError):
+                torch._C._exit_dual_level(level=0)
+        raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature.attention import PlainAttention
+from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
 from adahessian.curvature.compilation import Compiled
@@ -128,7 +128,7 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
         params = [param.detach() for param in problem.parameters]
         buffers = {f"model.{name}": buffer for name, buffer in problem.model.named_buffers()}
         probes = problem.optimizer.num_probes
-        with torch.no_grad(), twice_differentiable(problem.model, compiled=compiled), PlainAttention():
+        with torch.no_grad(), twice_differentiable(problem.model, compiled=compiled), plain_attention():
             others = []
             for probe in range(1, probes):
                 # All passes draw the random numbers that the last one, which comes next, is to draw.
@@ -186,13 +186,16 @@ def finite_difference(problem: Problem) -> Way:
     return compute
 
 
-def _without_tf32() -> AbstractContextManager[None]:
+@contextmanager
+def _without_tf32() -> Iterator[None]:
     """Convolutions in float32: a difference of gradients has no digits to spare."""
-    cudnn = torch.backends.cudnn
-    flags: AbstractContextManager[None] = cudnn.flags(
-        enabled=cudnn.enabled, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False
-    )
-    return flags
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
 
 
 def _is_capturing() -> bool:
