@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,7 +34,9 @@ class CapturedStep:
     ``optimizer.step()``. A batch of another shape runs uncaptured until that shape has come often. With the curvature
     on the whole batch, gradient and curvature come from one pass; on a part of it, from two that run side by side.
 
-    Gradients are replaced, not added to. Those that it leaves in ``param.grad`` are overwritten by the next step.
+    Gradients are replaced, not added to, and nothing comes between them and the update: neither clipping nor hooks.
+    Those left in ``param.grad`` are overwritten by the next step. What ``loss_fn`` reads from Python objects,
+    other than the batch and the modes of modules, is captured as it was.
 
     Args:
         curvature: The curvature pass, with its model, loss and optimizer. Whether to compile is its setting.
@@ -68,7 +73,7 @@ class CapturedStep:
         self._capture = capture
         self._loss: Callable[[Any], Tensor] | None = None
         self._kinds = Kinds()
-        self._graphs: dict[Hashable, _Graphs] = {}
+        self._graphs: dict[Hashable, _Graphs | None] = {}
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
 
@@ -86,10 +91,8 @@ class CapturedStep:
         """
         due = self._optimizer.curvature_due
         kind = self._kinds.key(batch)
-        graphs = self._graphs_for(kind, batch)
-        if graphs is not None:
-            loss = graphs.replay(batch, due)
-        else:
+        loss = self._captured(kind, batch, due)
+        if loss is None:
             loss = self._uncaptured(batch, due, self._compiled if kind is not None else self._plain)
         self._optimizer.step()
         return loss
@@ -107,6 +110,24 @@ class CapturedStep:
         """Put gradients where the optimizer looks for them."""
         for param, gradient in zip(self._optimizer.measured_parameters(), gradients, strict=True):
             param.grad = gradient
+
+    def _captured(self, kind: Hashable | None, batch: Any, due: bool) -> Tensor | None:
+        """The loss by CUDA graphs, with gradients and curvature in place; None if it is to be computed uncaptured."""
+        key = self._key(kind, batch)
+        if key is None or self._device is None:
+            return None
+        with torch.cuda.device(self._device):
+            if key not in self._graphs:
+                self._graphs[key] = _Graphs(self, batch)
+            graphs = self._graphs[key]
+            if graphs is None:
+                return None
+            try:
+                return graphs.replay(batch, due)
+            except _CannotCaptureError as cannot:
+                self._graphs[key] = None
+                say(f"the step is not captured: {cannot}")
+                return None
 
     def _uncaptured(self, batch: Any, due: bool, loss_of: Callable[[Any], Tensor]) -> Tensor:
         if due and self.joins:
@@ -138,7 +159,13 @@ class CapturedStep:
     def _compile_loss(self, batch: Any) -> Callable[[Any], Tensor]:
         if not self._engine.wants_compiled()[0]:
             return self._plain
-        compiled: Callable[[Any], Tensor] = torch.compile(self._plain, dynamic=False)
+
+        def loss_of(batch: Any) -> Tensor:
+            return self._plain(batch)
+
+        # The compiler counts the versions of a function by its code, and allows eight: each model needs its own.
+        loss_of.__code__ = loss_of.__code__.replace()
+        compiled: Callable[[Any], Tensor] = torch.compile(loss_of, dynamic=False)
         try:
             with compiling("the gradient"), values_restored(self._model):
                 self._derivatives(compiled, batch)
@@ -149,8 +176,8 @@ class CapturedStep:
             return self._plain
         return compiled
 
-    def _graphs_for(self, kind: Hashable | None, batch: Any) -> _Graphs | None:
-        """The CUDA graphs for a kind of batch; None if it is to run uncaptured."""
+    def _key(self, kind: Hashable | None, batch: Any) -> Hashable | None:
+        """What the graphs for a batch are known by; None if it is to run uncaptured."""
         if not self._capture or kind is None:
             return None
         # Graphs know addresses: of tensors that have moved they know nothing.
@@ -162,16 +189,13 @@ class CapturedStep:
         if self._device is None or any(tensor.device != self._device for tensor in tensors_of(batch)):
             say_once("nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device")
             return None
-        key = (
+        return (
             kind,
             tuple(map(id, self._optimizer.measured_parameters())),
             tuple(module.training for module in self._model.modules()),
-            torch.is_autocast_enabled("cuda"),
+            (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
             self._optimizer.num_probes,
         )
-        if key not in self._graphs:
-            self._graphs[key] = _Graphs(self, batch)
-        return self._graphs[key]
 
 
 class _Graphs:
@@ -188,7 +212,7 @@ class _Graphs:
         self._model = step.curvature.model
         self._engine = step.curvature.engine
         self._optimizer = step.curvature.optimizer
-        self._batch = map_tensors(torch.clone, batch)
+        self._batch = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
         self._inputs = list(tensors_of(self._batch))
         self._probes: list[list[Tensor]] = []
         self._gradient: _Graph[tuple[Tensor, list[Tensor | None]]] | None = None
@@ -197,8 +221,9 @@ class _Graphs:
 
     def replay(self, batch: Any, due: bool) -> Tensor:
         """Gradient, and curvature if it is due, for a batch."""
-        for static, tensor in zip(self._inputs, tensors_of(batch), strict=True):
-            static.copy_(tensor, non_blocking=True)
+        with torch.no_grad():
+            for static, tensor in zip(self._inputs, tensors_of(batch), strict=True):
+                static.copy_(tensor, non_blocking=True)
         if due and self._step.joins:
             found = self._curvature_graph(self._batch, keep_buffers=True).replay()
             self._engine.feed(found)
@@ -231,10 +256,8 @@ class _Graphs:
         if self._found is None:
             self._probes = [self._optimizer.draw_probes(probe) for probe in probes]
             # The choice is made, and compiled, outside of any capture.
-            self._engine.choice(part)
-            self._found = _Graph(
-                lambda: self._engine.compute(part, self._probes.__getitem__, keep_buffers=keep_buffers), self._model
-            )
+            compute = self._engine.choice(part).compute
+            self._found = _Graph(lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model)
             if not self._found.is_random and _buffers_are_only_written(self._model):
                 # On a part of the batch kernels are short: beside those of the gradient they take next to no time.
                 self._beside = torch.cuda.Stream()
@@ -255,22 +278,65 @@ class _Graph(Generic[Result]):
     def __init__(self, function: Callable[[], Result], model: nn.Module) -> None:
         # On a stream of its own, so that no other graph shares the workspaces that libraries keep for each stream.
         stream = torch.cuda.Stream()
-        with values_restored(model):
-            before = torch.cuda.get_rng_state()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(_REHEARSALS):
-                    function()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.is_random = not torch.equal(before, torch.cuda.get_rng_state())
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._result = function()
+        with _weights_cast_anew():
+            with values_restored(model):
+                here, there = _host_random_states(), torch.cuda.get_rng_state()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(_REHEARSALS - 1):
+                        function()
+                    with _waiting_forbidden():
+                        function()
+                torch.cuda.current_stream().wait_stream(stream)
+                self.is_random = not torch.equal(there, torch.cuda.get_rng_state())
+                if here != _host_random_states():
+                    raise _CannotCaptureError("it draws random numbers on the host, which a graph would freeze")
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads, such as those that load data, may go on as they like.
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._result = function()
 
     def replay(self) -> Result:
         """Launch it all again."""
         self._graph.replay()
         return self._result
+
+
+class _CannotCaptureError(Exception):
+    """A step that no graph can stand for. It is raised before anything has been captured."""
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Raise where the host would wait for the device, which a capture does not survive."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise _CannotCaptureError(first_line(error)) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _weights_cast_anew() -> Iterator[None]:
+    """Keep autocast from handing out weights that it has cast before: a graph would see those for ever."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _host_random_states() -> tuple[Any, ...]:
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = repr(numpy_random.get_state()) if numpy_random else None
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), numpy_state
 
 
 def _only_device(model: nn.Module) -> torch.device | None:

@@ -28,7 +28,8 @@ def _make_logger() -> logging.Logger:
     handler = _UntilConfigured()
     handler.setFormatter(logging.Formatter("adahessian: %(message)s"))
     made.addHandler(handler)
-    made.setLevel(logging.INFO)
+    if made.level == logging.NOTSET:
+        made.setLevel(logging.INFO)
     return made
 
 

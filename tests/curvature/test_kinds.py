@@ -75,8 +75,8 @@ def test_structure_matters_and_so_does_what_is_no_tensor(one, other):
 
 
 @pytest.mark.parametrize("thing", [np.zeros(3), {1, 2}, bytearray(b"x")], ids=str)
-def test_what_cannot_be_hashed_has_no_signature(thing):
-    with pytest.raises(TypeError, match="unhashable"):
+def test_what_is_no_plain_value_has_no_signature(thing):
+    with pytest.raises(TypeError, match=f"a {type(thing).__name__}"):
         signature({"x": (X, [thing])})
 
 
@@ -109,11 +109,9 @@ def test_no_more_than_eight_kinds_are_worth_it():
     assert [kinds.key(of_size(size)) is not None for size in range(1, 12)] == [True] * 8 + [False] * 3
 
 
-def test_what_cannot_be_hashed_is_never_worth_it_and_that_is_said(said):
+def test_what_has_no_signature_is_never_worth_it_and_that_is_said(said):
     kinds = Kinds()
     for _ in range(20):
         assert kinds.key((of_size(8), np.zeros(3))) is None
-    assert said.messages == [
-        "batches are not compiled for, as they hold what cannot be compared: unhashable type: 'numpy.ndarray'"
-    ]
+    assert said.messages == ["batches are not compiled for, as they hold what cannot be compared: a ndarray"]
     assert kinds.key(of_size(8)) is not None, "the first of those that can"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -66,7 +68,7 @@ def signature(batch: Any) -> Any:
     """All that a batch has in common with others of its kind: structure, shapes and dtypes, and what is no tensor.
 
     Raises:
-        TypeError: If something in it cannot be compared by hash.
+        TypeError: If something in it is neither a tensor, nor a collection, nor a plain value.
     """
     if isinstance(batch, Tensor):
         return Tensor, batch.shape, batch.stride(), batch.dtype, batch.device, batch.requires_grad
@@ -74,5 +76,7 @@ def signature(batch: Any) -> Any:
         return type(batch), tuple(map(signature, batch))
     if isinstance(batch, Mapping):
         return Mapping, tuple((key, signature(part)) for key, part in batch.items())
-    hash(batch)
-    return batch
+    # Objects of other kinds compare by identity: none would be like another, and all would be kept alive.
+    if batch is None or isinstance(batch, (str, bytes, int, float, complex, Enum, torch.dtype, torch.device)):
+        return batch
+    raise TypeError(f"a {type(batch).__name__}")

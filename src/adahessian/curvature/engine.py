@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -60,6 +60,7 @@ class Engine:
         self._compile = compile
         self._tangent_dtype = tangent_dtype
         self._kinds = Kinds()
+        self._compiled_for: set[Hashable] = set()
         self._choice: Choice | None = None
         self._chosen_for: list[Tensor] = []
 
@@ -83,9 +84,32 @@ class Engine:
             keep_buffers: Whether the model keeps what the pass did to its buffers, as a step of training does.
         """
         choice = self.choice(part)
-        if choice.is_compiled and self._kinds.key(part) is None:
-            return double_backward(self._problem)(part, draw, keep_buffers)
-        return choice.compute(part, draw, keep_buffers)
+        if not choice.is_compiled:
+            return choice.compute(part, draw, keep_buffers)
+        kind = self._kinds.key(part)
+        if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
+            return choice.compute(part, draw, keep_buffers)
+        return double_backward(self._problem)(part, draw, keep_buffers)
+
+    def _compile_for(self, kind: Hashable, part: Any) -> bool:
+        """Compile for a kind of batch; whether that works."""
+        choice = self.choice(part)
+        try:
+            if self._compiled_for:  # for the first kind the choice itself has done it
+                with (
+                    compiling("the curvature pass for another kind of batch"),
+                    self._problem.random_streams_untouched(),
+                    transforms_closed(),
+                ):
+                    choice.compute(part, self._problem.optimizer.draw_probes, False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the compiler stumbles over
+            say(f"not compiled for this kind of batch: {first_line(error)}")
+            self._kinds.refuse(kind)
+            return False
+        self._compiled_for.add(kind)
+        return True
 
     def measure(self, part: Any) -> None:
         """Measure on a part of a batch and feed the optimizer. Nothing else is changed."""

@@ -12,6 +12,8 @@ from adahessian.messages import say_once
 # minute of compiling until there have been some epochs.
 _OFTEN = 10
 _MOST = 8
+# Kinds that are counted at all: where every batch is of another kind, none is worth it.
+_MOST_COUNTED = 1000
 
 
 class Kinds:
@@ -19,6 +21,7 @@ class Kinds:
 
     def __init__(self) -> None:
         self._worth_it: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
         self._seen: dict[Hashable, int] = {}
 
     def key(self, batch: Any) -> Hashable | None:
@@ -30,6 +33,8 @@ class Kinds:
             return None
         if kind in self._worth_it:
             return kind
+        if kind in self._refused or len(self._seen) >= _MOST_COUNTED:
+            return None
         self._seen[kind] = self._seen.get(kind, 0) + 1
         if self._worth_it and (self._seen[kind] < _OFTEN or len(self._worth_it) >= _MOST):
             say_once(
@@ -39,3 +44,8 @@ class Kinds:
             return None
         self._worth_it.add(kind)
         return kind
+
+    def refuse(self, kind: Hashable) -> None:
+        """Do without the compiler for this kind from now on."""
+        self._worth_it.discard(kind)
+        self._refused.add(kind)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from adahessian.curvature.batches import slice_batch
 from adahessian.settings import is_integer, is_number
@@ -28,7 +29,7 @@ class CurvaturePass(ABC, Generic[Model]):
 
     Raises:
         TypeError: If the model, the function or the optimizer is none.
-        ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range.
+        ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range, or the model is shared by processes.
     """
 
     # The name under which users hand over the function.
@@ -47,6 +48,10 @@ class CurvaturePass(ABC, Generic[Model]):
             raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")
         if not (is_integer(batch_dim) and batch_dim >= 0):
             raise ValueError(f"Invalid batch_dim: {batch_dim!r}. It must be an integer, 0 or more.")
+        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
+            raise ValueError(
+                f"{type(self).__name__} does not know yet how to average over processes: the ranks would drift apart"
+            )
         self.model = model
         self.optimizer = optimizer
         self.batch_fraction = batch_fraction

@@ -103,13 +103,25 @@ class Unused:
 
     def __call__(self, part: Any) -> frozenset[int]:
         """Their numbers."""
-        try:
-            kind: Hashable = signature(part)
-        except TypeError:
+        kind = self._kind(part)
+        if kind is None:
             return self._find(part)
         if kind not in self._known:
             self._known[kind] = self._find(part)
         return self._known[kind]
+
+    def found_used(self, part: Any, used: Container[int]) -> None:
+        """Correct what is known: these take part after all."""
+        kind = self._kind(part)
+        if kind in self._known:
+            self._known[kind] = frozenset(i for i in self._known[kind] if i not in used)
+
+    def _kind(self, part: Any) -> Hashable | None:
+        modes = tuple(module.training for module in self._problem.model.modules())
+        try:
+            return signature(part), modes
+        except TypeError:
+            return None
 
     def _find(self, part: Any) -> frozenset[int]:
         problem = self._problem
@@ -139,6 +151,12 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
                 torch._foreach_add_(diagonal, other)
             if others:
                 torch._foreach_div_(diagonal, probes)
+            if unused and not _is_capturing():
+                # Which way the model went may depend on the data: a gradient is proof of a part in the loss.
+                used = {i for i in unused if gradients[i].any()}
+                if used:
+                    unused_in.found_used(part, used)
+                    unused = unused - used
             if keep_buffers and buffers:
                 torch._foreach_copy_(list(buffers.values()), [after[name] for name in buffers])
         return Found(loss, _without(gradients, unused), _without(diagonal, unused))
