@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from adahessian import AdaHessian, CapturedStep, Curvature, CurvatureError
-from cases import ATTENTION, BATCH_NORM, RECURRENT, Case
+from cases import ATTENTION, BATCH_NORM, RECURRENT, REGRESSION, Case
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = [BATCH_NORM, ATTENTION, RECURRENT]
@@ -79,6 +79,13 @@ class TestModes:
     def test_compiled_step(self, device, case, product):
         found = by_step(device, case, capture=False, compile=True, product=product)
         assert_alike(found, by_loop(device, case, compile=False))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_zero_tangents_without_memory(device):
+    """The mean square error's derivatives have some, at whose address compiled code must not look."""
+    found = by_step(device, REGRESSION, capture=False, compile=True, product="forward_over_reverse")
+    assert_alike(found, by_loop(device, REGRESSION, compile=False))
 
 
 @pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])

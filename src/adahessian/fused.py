@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -254,6 +255,8 @@ def _is_wanted(group: Group, param: Tensor) -> bool:
         # A learning rate on the device, and counts for CUDA graphs, are read by the plain code only.
         asked = not group["foreach"] and not group["capturable"] and not isinstance(group["lr"], Tensor)
         return asked and param.is_cuda and _has_triton()
+    if group["fused"] and not (param.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+        raise RuntimeError(f"fused=True needs parameters on CUDA, but one is on {param.device}: leave it at None")
     return bool(group["fused"])
 
 

@@ -268,6 +268,28 @@ def test_a_batch_of_another_shape_is_measured_without_the_compiler(said, product
         torch.testing.assert_close(found, measured(model, MLP.loss, part), rtol=1e-9, atol=1e-12)
 
 
+def test_a_kind_of_batch_that_cannot_be_compiled_for_is_measured_without_the_compiler(said, monkeypatch):
+    def as_it_is_but_for_five(loss, product, **_):
+        def function(params, buffers, probe, part):
+            if len(part[0]) == 5:
+                raise RuntimeError("no code for five")
+            return loss.derivatives(product, params, buffers, probe, part)
+
+        return function
+
+    monkeypatch.setattr(engine, "compile_derivatives", as_it_is_but_for_five)
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = AdaHessian(model.parameters())
+    caught = []
+    optimizer.feed_curvature = lambda diagonal, gradients: caught.append(list(diagonal.values()))
+    curvature = Curvature(model, MLP.loss, optimizer, compile=True)
+    curvature.measure((x, y))
+    for _ in range(12):
+        curvature.measure((x[:5], y[:5]))
+    assert said.messages.count("not compiled for this kind of batch: RuntimeError: no code for five") == 1
+    torch.testing.assert_close(caught[-1], measured(model, MLP.loss, (x[:5], y[:5])), rtol=0, atol=0)
+
+
 @pytest.mark.usefixtures("quick_compiler")
 def test_another_order_of_memory_changes_neither_results_nor_the_order_of_the_parameters():
     model, batch = CONVOLUTION.model(), CONVOLUTION.batch()
@@ -413,7 +435,7 @@ def test_parameters_that_the_loss_takes_behind_the_models_back_are_noticed():
     def loss_fn(model, batch):
         return MLP.loss(model, batch) + sum(param.square().sum() for param in own)
 
-    with pytest.raises(CurvatureError, match=r"no forward over reverse: it differs .*Remedy: product='auto'"):
+    with pytest.raises(CurvatureError, match=r"no forward over reverse: its? .*differs .*Remedy: product='auto'"):
         measured(model, loss_fn, batch, product="forward_over_reverse")
 
 

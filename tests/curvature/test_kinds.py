@@ -115,3 +115,22 @@ def test_what_has_no_signature_is_never_worth_it_and_that_is_said(said):
         assert kinds.key((of_size(8), np.zeros(3))) is None
     assert said.messages == ["batches are not compiled for, as they hold what cannot be compared: a ndarray"]
     assert kinds.key(of_size(8)) is not None, "the first of those that can"
+
+
+def test_a_kind_that_was_refused_is_not_worth_it_again():
+    kinds = Kinds()
+    kinds.key(of_size(8))
+    for _ in range(10):
+        kind = kinds.key(of_size(5))
+    assert kind is not None
+    kinds.refuse(kind)
+    assert all(kinds.key(of_size(5)) is None for _ in range(20))
+    assert kinds.key(of_size(8)) is not None
+
+
+def test_where_every_batch_is_of_another_kind_they_are_not_counted_for_ever():
+    kinds = Kinds()
+    for size in range(1500):
+        kinds.key((of_size(8), size))
+    assert len(kinds._seen) == 1000
+    assert kinds.key((of_size(8), 0)) is not None, "the first goes on"

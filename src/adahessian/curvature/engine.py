@@ -204,9 +204,14 @@ class Engine:
 
     def _checked(self, part: Any, way: Way, expected: Reference | None) -> Choice:
         """A way that the user has named."""
-        with self._problem.random_streams_untouched(), explained():
-            found = way(part, self._problem.optimizer.draw_probes, False)
         rounded = self.product == "finite_difference"
+        try:
+            with self._problem.random_streams_untouched(), explained():
+                found = way(part, self._problem.optimizer.draw_probes, False)
+        except CurvatureError as error:
+            if rounded:
+                raise
+            raise CurvatureError(f"no {_in_words(self.product)}: {error} Or take product='auto'.") from error
         try:
             words = agreement(self._problem, part, found, way, expected, rounded=rounded)
         except UnfitError as unfit:

@@ -73,6 +73,7 @@ class TangentPass(CustomGraphPass):
         for node in graph.nodes:
             if not tangents.isdisjoint(node.all_input_nodes):
                 tangents.add(node)
+        _materialise_zeros(graph)
         _drop_zero_products(graph)
         if self.dtype is not None:
             rounded: dict[fx.Node, fx.Node] = {}
@@ -82,6 +83,13 @@ class TangentPass(CustomGraphPass):
         for node in marks:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _materialise_zeros(graph: fx.Graph) -> None:
+    """Zero tangents that torch keeps without any memory have an address of 0, which compiled code would read."""
+    for node in list(graph.nodes):
+        if node.target is aten._efficientzerotensor.default:
+            _replace_by_zeros(graph, node)
 
 
 def _drop_zero_products(graph: fx.Graph) -> None:
