@@ -64,7 +64,7 @@ def compiled(dtype):
             seen.append((targets(graph)[MARK], products(graph), products(graph, torch.bfloat16)))
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3, bias=False))
     x = torch.randn(32, 2, 4, 4)
     optimizer = AdaHessian(model.parameters())
     problem = Problem(model, lambda model, x: model(x).square().mean(), optimizer)
@@ -111,7 +111,7 @@ def test_only_tangents_are_rounded_and_only_if_asked_for(exact, rounded):
 
 def test_products_with_the_tangent_of_the_batch_are_left_out_and_no_mark_is_left(exact, rounded):
     for each in (exact, rounded):
-        assert each.marks == (6, 0)
+        assert each.marks == (4, 0)
         assert each.products[1] < each.products[0]
     assert exact.products == rounded.products
 
