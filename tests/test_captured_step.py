@@ -361,3 +361,60 @@ def test_want_of_memory_is_no_reason_to_do_without_the_compiler(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         CapturedStep(curvature)(MLP.batch())
     assert optimizer.param_groups[0]["steps"] == 1
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts its batches in place and, like averages of codebooks, by putting another tensor in the old one's place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x):
+        self.in_place += 1
+        self.replaced = self.replaced + 1
+        return self.linear(x).tanh() * (1 + self.replaced)
+
+
+@pytest.mark.parametrize("settings", [{}, {"product": "forward_over_reverse"}, {"compile": True}], ids=str)
+def test_buffers_that_modules_replace_count_as_those_they_write_to(quick_compiler, settings):
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = AdaHessian(model.parameters(), lr=0.01, eps=1e-2)
+    curvature = Curvature(model, lambda model, x: model(x).square().mean(), optimizer, **settings)
+    step = CapturedStep(curvature)
+    for number in range(1, 4):
+        step(torch.randn(16, 5))
+        assert (model.in_place.item(), model.replaced.item()) == (number, number)
+
+
+def test_a_pass_that_fails_takes_back_what_it_did_to_buffers():
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+
+    def loss_fn(model, x):
+        model(x)
+        raise CurvatureError("no")
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CurvatureError):
+        CapturedStep(Curvature(model, loss_fn, AdaHessian(model.parameters())))(torch.randn(16, 5))
+    assert_same(model.state_dict(), before)
+
+
+def test_whether_to_capture_is_yes_or_no():
+    with pytest.raises(ValueError, match="'graphs'"):
+        CapturedStep(made(MLP)[2], capture="graphs")
+
+
+def test_where_nothing_is_compiled_no_shape_is_told_of(said):
+    _, _, curvature = made(MLP)
+    step = CapturedStep(curvature)
+    x, y = MLP.batch()
+    for size in (8, 7, 6):
+        step((x[:size], y[:size]))
+    assert not any("shape" in message for message in said.messages)

@@ -190,3 +190,20 @@ def test_what_the_kernels_cannot_take_is_left_to_plain_code():
 def test_settings_that_do_not_go_together(settings, message):
     with pytest.raises(ValueError, match=message):
         AdaHessian([torch.zeros(1, requires_grad=True)], **{"fused": True, **settings})
+
+
+def test_the_kernels_need_a_gpu_that_triton_knows_and_a_compiler_of_c(monkeypatch):
+    from adahessian import fused
+
+    find = fused._has_triton.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(fused.shutil, "which", lambda name: name)
+    monkeypatch.delenv("CC", raising=False)
+    assert find(torch.device("cuda"))
+    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
+    assert not find(torch.device("cuda"))
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert find(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert not find(torch.device("cuda"))

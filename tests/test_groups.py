@@ -130,3 +130,19 @@ def test_parametrized_convolutions_are_kernels():
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="pass the model itself"):
         param_groups(Vision().parameters())
+
+
+def test_a_group_that_was_removed_is_not_kept_alive():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = AdaHessian([{"params": [first]}, {"params": [second]}])
+    for param in (first, second):
+        param.grad = torch.ones(2)
+    optimizer.feed_curvature({first: torch.ones(2), second: torch.ones(2)})
+    optimizer.step()
+    third = nn.Parameter(torch.ones(2))
+    third.grad = torch.ones(2)
+    optimizer.param_groups.pop()
+    optimizer.add_param_group({"params": [third]})
+    optimizer.feed_curvature({first: torch.ones(2), third: torch.ones(2)})
+    optimizer.step()
+    assert len(optimizer._stepping) == 2

@@ -23,6 +23,8 @@ from adahessian.messages import compiling, say, say_once
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
 
+_NOT_CAPTURED = "nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device"
+
 Result = TypeVar("Result")
 
 
@@ -44,7 +46,7 @@ class CapturedStep:
 
     Raises:
         TypeError: If ``curvature`` is no :class:`adahessian.Curvature`.
-        ValueError: If its product is ``"finite_difference"``.
+        ValueError: If its product is ``"finite_difference"``, or ``capture`` neither True nor False.
 
     Example:
         >>> import adahessian
@@ -66,6 +68,8 @@ class CapturedStep:
                 "finite differences draw random numbers several times over, which cannot be captured: take another "
                 "product, or call curvature.measure(batch) in a loop of your own"
             )
+        if not isinstance(capture, bool):
+            raise ValueError(f"Invalid capture value: {capture!r}. It must be True or False.")
         self.curvature = curvature
         self._model = curvature.model
         self._optimizer = curvature.optimizer
@@ -76,6 +80,7 @@ class CapturedStep:
         self._graphs: dict[Hashable, _Graphs | None] = {}
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
+        self._fast_on: dict[torch.device | None, bool] = {}
 
     def __call__(self, batch: Any) -> Tensor:
         """Take one step.
@@ -90,7 +95,7 @@ class CapturedStep:
             CurvatureError: If the curvature cannot be had. Nothing has changed then.
         """
         due = self._optimizer.curvature_due
-        kind = self._kinds.key(batch)
+        kind = self._kinds.key(batch) if self._is_fast() else None
         loss = self._captured(kind, batch, due)
         if loss is None:
             loss = self._uncaptured(batch, due, self._compiled if kind is not None else self._plain)
@@ -110,6 +115,16 @@ class CapturedStep:
         """Put gradients where the optimizer looks for them."""
         for param, gradient in zip(self._optimizer.measured_parameters(), gradients, strict=True):
             param.grad = gradient
+
+    def _is_fast(self) -> bool:
+        """Whether anything is compiled or captured at all; found out once for each device."""
+        device = next((param.device for param in self._model.parameters()), None)
+        if device not in self._fast_on:
+            captured = self._capture and _only_device(self._model) is not None
+            if self._capture and not captured:
+                say_once(_NOT_CAPTURED)
+            self._fast_on[device] = captured or self._engine.wants_compiled()[0]
+        return self._fast_on[device]
 
     def _captured(self, kind: Hashable | None, batch: Any, due: bool) -> Tensor | None:
         """The loss by CUDA graphs, with gradients and curvature in place; None if it is to be computed uncaptured."""
@@ -187,7 +202,7 @@ class CapturedStep:
             self._addresses = addresses
             self._device = _only_device(self._model)
         if self._device is None or any(tensor.device != self._device for tensor in tensors_of(batch)):
-            say_once("nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device")
+            say_once(_NOT_CAPTURED)
             return None
         return (
             kind,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -254,15 +255,18 @@ def _is_wanted(group: Group, param: Tensor) -> bool:
     if group["fused"] is None:
         # A learning rate on the device, and counts for CUDA graphs, are read by the plain code only.
         asked = not group["foreach"] and not group["capturable"] and not isinstance(group["lr"], Tensor)
-        return asked and param.is_cuda and _has_triton()
+        return asked and param.is_cuda and _has_triton(param.device)
     if group["fused"] and not (param.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         raise RuntimeError(f"fused=True needs parameters on CUDA, but one is on {param.device}: leave it at None")
     return bool(group["fused"])
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is there, knows the GPU, and finds the C compiler by which it makes its launchers."""
+    if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    return bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))))
 
 
 def _can_take(param: Tensor, of: Blocks, state: State | None) -> bool:

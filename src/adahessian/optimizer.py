@@ -327,6 +327,9 @@ class AdaHessian(Optimizer):
             refuse_sparse(param.grad)
         known = self._stepping.get(id(group))
         if known is None or known.group is not group or not known.is_current(params, self.state):
+            if known is None:  # a group that was removed is forgotten
+                own = set(map(id, self.param_groups))
+                self._stepping = {number: kept for number, kept in self._stepping.items() if number in own}
             known = self._stepping[id(group)] = Stepping(group, params, self.state)
         return known
 
@@ -389,7 +392,7 @@ class AdaHessian(Optimizer):
                 of_some.fold(
                     [part.states[i] for i in measured],
                     [measurement[part.params[i]] for i in measured],
-                    beta2=group["betas"][1],
+                    beta2=float(group["betas"][1]),
                     new_age=count if group["beta2_per"] == "step" else None,
                 )
             of_all.update(
@@ -397,10 +400,11 @@ class AdaHessian(Optimizer):
                 [part.states[i] for i in same],
                 step=count,
                 lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                hessian_power=group["hessian_power"],
+                # Triton knows Python's numbers, but not those of NumPy.
+                beta1=float(group["betas"][0]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                hessian_power=float(group["hessian_power"]),
                 maximize=group["maximize"],
             )
 

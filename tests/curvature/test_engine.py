@@ -286,7 +286,7 @@ def test_a_kind_of_batch_that_cannot_be_compiled_for_is_measured_without_the_com
     curvature.measure((x, y))
     for _ in range(12):
         curvature.measure((x[:5], y[:5]))
-    assert said.messages.count("not compiled for this kind of batch: RuntimeError: no code for five") == 1
+    assert said.messages.count("from now on not compiled for this kind of batch: RuntimeError: no code for five") == 1
     torch.testing.assert_close(caught[-1], measured(model, MLP.loss, (x[:5], y[:5])), rtol=0, atol=0)
 
 
@@ -635,3 +635,27 @@ def test_finite_differences_are_not_for_captured_steps():
     curvature = Curvature(model, MLP.loss, AdaHessian(model.parameters()), product="finite_difference")
     with pytest.raises(ValueError, match=r"finite differences .* cannot be captured: take another product"):
         CapturedStep(curvature)
+
+
+def test_a_compiled_pass_that_fails_later_is_done_without(said, no_compiler):
+    """As where a Python number in the loss changes: the compiler gives up after so many versions."""
+    model, scale = MLP.model(), [1.0]
+
+    def loss_fn(model, batch):
+        if scale[0] > 2 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError("recompile limit reached")
+        return scale[0] * MLP.loss(model, batch)
+
+    optimizer = AdaHessian(model.parameters(), lr=0.01, eps=1e-2)
+    curvature = Curvature(model, loss_fn, optimizer, compile=True)
+    for scale[0] in (1.0, 2.0, 3.0, 4.0):
+        assert curvature.measure(MLP.batch())
+        step(optimizer, loss_fn(model, MLP.batch()))
+    assert [message for message in said.messages if "from now on" in message] == [
+        "from now on not compiled for this kind of batch: RuntimeError: recompile limit reached"
+    ]
+
+
+def test_rounding_that_has_no_effect_is_told_of(said):
+    measured(MLP.model(), MLP.loss, MLP.batch(), tangent_dtype=torch.bfloat16)
+    assert "tangent_dtype has no effect, as the pass is not compiled" in said.messages

@@ -88,7 +88,13 @@ class Engine:
             return choice.compute(part, draw, keep_buffers)
         kind = self._kinds.key(part)
         if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
-            return choice.compute(part, draw, keep_buffers)
+            try:
+                with transforms_closed():
+                    return choice.compute(part, draw, keep_buffers)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a Python number that changes is compiled anew, until the compiler has enough
+                self._do_without(kind, error)
         return double_backward(self._problem)(part, draw, keep_buffers)
 
     def _compile_for(self, kind: Hashable, part: Any) -> bool:
@@ -105,11 +111,15 @@ class Engine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stumbles over
-            say(f"not compiled for this kind of batch: {first_line(error)}")
-            self._kinds.refuse(kind)
+            self._do_without(kind, error)
             return False
         self._compiled_for.add(kind)
         return True
+
+    def _do_without(self, kind: Hashable, error: Exception) -> None:
+        say(f"from now on not compiled for this kind of batch: {first_line(error)}")
+        self._compiled_for.discard(kind)
+        self._kinds.refuse(kind)
 
     def measure(self, part: Any) -> None:
         """Measure on a part of a batch and feed the optimizer. Nothing else is changed."""
@@ -160,6 +170,8 @@ class Engine:
             if self.product == "forward_over_reverse":
                 way = functional(self._problem, uncompiled(self._problem, self.product), compiled=False)
                 return self._checked(part, way, expected)
+        if self._tangent_dtype is not None:
+            say_once("tangent_dtype has no effect, as the pass is not compiled")
         return Choice(f"double backward, not compiled: {why_not or why_eager}", double_backward(self._problem))
 
     def _why_not_functional(self) -> str | None:

@@ -36,15 +36,15 @@ class FunctionalLoss(nn.Module):
         names = {id(param): name for name, param in self.named_parameters()}
         self.names = [names[id(param)] for param in parameters]
 
-    def forward(self, batch: Any) -> Tensor:
-        """The loss of the model as it is."""
-        return self.loss_fn(self.model, batch)
+    def forward(self, batch: Any) -> tuple[Tensor, Buffers]:
+        """The loss of the model as it is, and its buffers afterwards, which it may have replaced by others."""
+        return self.loss_fn(self.model, batch), dict(self.named_buffers())
 
     def of(self, parameters: Sequence[Tensor], buffers: Buffers, batch: Any) -> tuple[Tensor, tuple[Tensor, Buffers]]:
         """The loss at these parameters, and as a by-product the loss again and the buffers after the pass."""
-        after = {name: buffer.clone() for name, buffer in buffers.items()}
-        loss = functional_call(self, {**dict(zip(self.names, parameters, strict=True)), **after}, (batch,))
-        return loss.squeeze(), (loss, after)
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        loss, after = functional_call(self, {**dict(zip(self.names, parameters, strict=True)), **before}, (batch,))
+        return loss.squeeze(), (loss, {name: after[name] for name in buffers})
 
     def derivatives(
         self,

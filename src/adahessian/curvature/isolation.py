@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -65,15 +65,38 @@ def _is_cache(before: Tensor | None, after: Tensor | None) -> bool:
 @contextmanager
 def values_restored(model: nn.Module) -> Iterator[None]:
     """Put back, in place, what a rehearsal does to buffers and random streams: compiled code knows their addresses."""
-    buffers = list(model.buffers())
-    values = [buffer.clone() for buffer in buffers]
+    put_back = _remember_buffers(model)
     with random_streams_untouched(devices_of(model)):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
-                    buffer.copy_(value)
+            put_back()
+
+
+@contextmanager
+def buffers_kept_on_success(model: nn.Module) -> Iterator[None]:
+    """Put back, in place, what a pass does to buffers if it fails."""
+    put_back = _remember_buffers(model)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
+
+
+def _remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Returns what brings the buffers back: the tensors, which modules may replace by others, and their values."""
+    tensors = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for module, originals in tensors:
+            module._buffers.update(originals)
+        for buffer, value in values:
+            buffer.copy_(value)
+
+    return put_back
 
 
 @contextmanager

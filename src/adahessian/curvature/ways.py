@@ -20,7 +20,12 @@ from adahessian.curvature.finite_difference import check_smooth, finite_differen
 from adahessian.curvature.functional import FunctionalLoss, Product
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import hessian_diagonal
-from adahessian.curvature.isolation import devices_of, model_untouched, random_streams_untouched
+from adahessian.curvature.isolation import (
+    buffers_kept_on_success,
+    devices_of,
+    model_untouched,
+    random_streams_untouched,
+)
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
@@ -70,8 +75,9 @@ def double_backward(problem: Problem) -> Way:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(twice_differentiable(problem.model))
-            if not keep_buffers:
-                stack.enter_context(model_untouched(problem.model))
+            stack.enter_context(
+                buffers_kept_on_success(problem.model) if keep_buffers else model_untouched(problem.model)
+            )
             loss = problem.loss_fn(problem.model, part)
             _check(loss)
             params = problem.parameters
@@ -173,7 +179,7 @@ def finite_difference(problem: Problem) -> Way:
 
         def loss_at(place: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
             leaves = [tensor.detach().requires_grad_() for tensor in place]
-            loss = functional_call(function, dict(zip(function.names, leaves, strict=True)), (part,))
+            loss, _ = functional_call(function, dict(zip(function.names, leaves, strict=True)), (part,))
             return loss, leaves
 
         def gradient(place: Sequence[Tensor]) -> list[Tensor | None]:
