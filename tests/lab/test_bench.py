@@ -1,14 +1,18 @@
 import contextlib
+import errno
 import io
 import json
 import math
+import os
 import sys
+import tempfile
 from dataclasses import replace
 from types import ModuleType
 from typing import ClassVar
 
 import pytest
 import torch
+from rich.console import Console
 from torch.optim import SGD
 
 from adahessian.lab import command
@@ -34,6 +38,7 @@ TINY = {
 SHAPES = update.SHAPES
 TINY_SHAPES = {"matrices of 64 x 64": lambda: [(64, 64)] * 2, "more than there is": lambda: [(2**50,)]}
 WHOLE_STEPS = ["SGD", "Adam", "AdamW", "AdaHessian, every step", "AdaHessian, every 10 steps on a quarter"]
+PROBES = ["1 probe", "2 probes", "4 probes"]
 MORE_OF_OVERHEAD = [f"AdaHessian, every {n} steps" for n in (2, 3, 4, 5)]
 
 
@@ -53,7 +58,7 @@ def tiny():
 def bench(**settings):
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
-        Bench(**{"rounds": 1, "min_seconds": 0.0, **settings}).run()
+        Bench(**{"rounds": 1, "min_seconds": 1e-9, **settings}).run()
     return stdout.getvalue(), json.loads(settings["output"].read_text())
 
 
@@ -124,6 +129,7 @@ def test_results_say_where_they_come_from_and_which_peers_are_missing(results, o
     assert {"command", "commit", "date", "seed", "hardware", "versions"} == results["provenance"].keys()
     conditions = {"device": "cpu", "channels_last": False, "seed": 0, "tf32": False, "cudnn_benchmark": False}
     assert conditions.items() <= results["conditions"].items()
+    assert {"rounds": 1, "min_seconds": 1e-9}.items() <= results["conditions"].items()
     assert results["conditions"]["workloads"]["resnet20"] == {"batch_size": 4, "depth": 8, "width": 4}
     assert "pytorch_optimizer.Muon" in results["peers_not_found"]
     assert "torch_optimizer.Adahessian, every step" in results["peers_not_found"]
@@ -162,26 +168,102 @@ def test_a_run_of_some_parts_keeps_the_others(results, output, tmp_path):
     assert len(again["commands"]) == 2
 
 
-def test_an_interrupted_run_keeps_what_it_has(tmp_path, monkeypatch):
+def test_an_interrupted_run_keeps_and_shows_what_it_has(tmp_path, monkeypatch, capsys):
     def interrupted(*arguments, **settings):
         yield "SGD", {"milliseconds": 1.0, "time_to_sgd": 1.0}
         raise KeyboardInterrupt
 
     monkeypatch.setattr("adahessian.lab.bench.command.measure_whole_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        bench(output=tmp_path / "bench.json")
+        Bench(output=tmp_path / "bench.json").run()
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert kept["cells"].keys() == {"steps/resnet20/eager/SGD"}
+    printed = capsys.readouterr().out
+    assert "The whole training step" in printed
+    assert str(tmp_path / "bench.json") in printed
+
+
+def test_an_interrupt_while_it_starts_is_no_traceback(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_parse", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["bench"])
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "adahessian: stopped\n"
+
+
+def test_brackets_in_a_reason_are_printed_as_they_are(tmp_path, monkeypatch):
+    def failing(*arguments, **settings):
+        yield "SGD", {"unavailable": "RuntimeError: [/tmp] is full"}
+
+    monkeypatch.setattr("adahessian.lab.bench.command.measure_whole_steps", failing)
+    printed, _ = bench(output=tmp_path / "bench.json", parts=("steps",), workloads=("gpt",))
+    assert printed.count("[/tmp] is full") == 2
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"rounds": 0}, "--rounds"), ({"modes": ("captured",)}, "GPU"), ({"device": "cuda"}, "--device cuda")],
+    [
+        ({"rounds": 0}, "--rounds"),
+        ({"min_seconds": 0.0}, "--min-seconds"),
+        ({"min_seconds": -1.0}, "--min-seconds"),
+        ({"min_seconds": math.nan}, "--min-seconds"),
+        ({"min_seconds": math.inf}, "--min-seconds"),
+        ({"parts": ()}, "--parts"),
+        ({"workloads": ()}, "--workloads"),
+        ({"parts": ("overhead",), "workloads": ("gpt", "lstm")}, "--workloads resnet20 resnet32"),
+        ({"modes": ("captured",)}, "GPU"),
+        ({"device": "cuda"}, "--device cuda"),
+    ],
 )
 def test_what_cannot_be_done_is_refused(settings, message, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=message):
         Bench(**{"device": "cpu", "output": tmp_path / "bench.json", **settings}).run()
+    assert not any(tmp_path.iterdir())
+
+
+# Optimizers by name --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"parts": ("steps",), "optimizers": ("Adam", "adamw")}, WHOLE_STEPS),
+        # There is such a name, but only on resnets.
+        ({"parts": ("steps", "overhead"), "optimizers": (MORE_OF_OVERHEAD[0],)}, WHOLE_STEPS),
+        ({"parts": ("update",), "optimizers": ("SGD",)}, update.NAMES),
+        ({"parts": ("growth",), "optimizers": ("AdamW",)}, ["SGD", *(f"AdaHessian, {n}" for n in PROBES)]),
+    ],
+)
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(settings, names, tmp_path):
+    with pytest.raises(SystemExit) as refusal:
+        Bench(device="cpu", workloads=("gpt", "lstm"), output=tmp_path / "bench.json", **settings).run()
+    first, *listed = str(refusal.value).splitlines()
+    assert f"--optimizers {settings['optimizers'][-1]}: no name begins so" in first
+    assert listed == [f"  {name}" for name in names]
+
+
+def test_a_name_of_a_missing_package_is_said_to_be_not_installed(tmp_path):
+    with pytest.raises(SystemExit, match=r"  pytorch_optimizer\.Muon \(not installed\)"):
+        Bench(device="cpu", optimizers=("pytorch_optimizer",), output=tmp_path / "bench.json").run()
+
+
+@pytest.mark.parametrize(
+    ("part", "beginning", "names"),
+    [
+        ("steps", "SGD", {"SGD"}),
+        ("steps", "AdamW", {"SGD", "AdamW"}),
+        ("growth", "AdaHessian, 2", {"SGD", "AdaHessian, 2 probes"}),
+        ("update", "AdamW", {"AdamW", update.COPY_NAME}),
+        ("update", "AdaHessian, block 32", {"AdamW", update.COPY_NAME, "AdaHessian, block 32"}),
+    ],
+)
+def test_a_name_chooses_in_every_part(part, beginning, names, tmp_path):
+    _, found = bench(output=tmp_path / "bench.json", parts=(part,), workloads=("lstm",), optimizers=(beginning,))
+    assert {each["optimizer"] for each in found["cells"].values()} == names
 
 
 def test_settings_become_options(monkeypatch, tmp_path):
@@ -306,11 +388,52 @@ def test_without_sgd_times_have_no_ratio():
     assert found["as written"]["time_to_sgd"] is None
 
 
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(cells, width):
+    console = Console(width=width, file=io.StringIO())
+    for table in tables.tables(cells):
+        console.print(table)
+    return console.file.getvalue().splitlines()
+
+
+def of_a_gpu(cell):
+    numbers = {"milliseconds": 1234.5, "time_to_sgd": 12.345, "time_to_adamw": 12.345, "peak_to_sgd": 1.5}
+    return {"compile_seconds": 120.0, "bytes_per_second": 4e12, **cell, **numbers}
+
+
+def test_tables_fit_80_columns_with_every_name_in_one_piece(results):
+    cells = {key: cell for key, cell in results["cells"].items() if "more than there is" not in key}
+    lines = lines_of(cells, width=80)
+    for found in cells.values():
+        assert any(line.startswith(f"  {found['optimizer']} ") for line in lines), found["optimizer"]
+        assert any(line.startswith(found["workload"]) for line in lines), found["workload"]
+    assert not any("…" in line for line in lines)
+
+
+def test_the_longest_names_give_way_between_words():
+    names = [name for contender in CONTENDERS for name in contender.schedules]
+    cells = {name: of_a_gpu(cell(name, "captured", state_bytes_per_parameter=4.1)) for name in names}
+    lines = lines_of(cells, width=80)
+    assert any(" ".join(line.split()) == "optimizer ms x SGD x AdamW peak state first" for line in lines)
+    (row,) = (number for number, line in enumerate(lines) if line.startswith("  AdaHessian, every step, bf16"))
+    assert lines[row].split()[-6:] == ["1234.50", "12.35", "12.35", "1.50", "4.1", "120"]
+    assert lines[row + 1].strip() == "tangents"
+    assert not any("…" in line for line in lines)
+
+
 def test_a_table_gives_the_reason_once():
     missing = [cell(name, unavailable="RuntimeError: no") for name in ("Adam", "AdamW")]
-    (table,) = tables.tables({str(i): each for i, each in enumerate([cell("SGD", milliseconds=1.0), *missing])})
-    assert table.row_count == 3
-    assert table.caption == "gpt, eager: not available: RuntimeError: no (Adam; AdamW)"
+    cells = {each["optimizer"]: each for each in (cell("SGD", milliseconds=1.0), *missing)}
+    *_, adam, adamw, reason = lines_of(cells, width=80)
+    assert (adam.strip(), adamw.strip()) == ("Adam", "AdamW")
+    assert reason == "gpt, eager: not available: RuntimeError: no (Adam; AdamW)"
+
+
+def test_numbers_that_nobody_has_take_no_column(results):
+    heading = next(line for line in lines_of(results["cells"], width=80) if line.startswith("optimizer"))
+    assert " ".join(heading.split()) == "optimizer ms x SGD x AdamW state first"
 
 
 # The file ------------------------------------------------------------------------------------------------------------
@@ -346,6 +469,41 @@ def test_cells_from_elsewhere_are_not_kept(other, tmp_path):
 def test_cells_of_unknown_code_are_not_kept(tmp_path):
     Results(tmp_path / "a.json", **about(commit=None)).add(cell("SGD"))
     assert Results(tmp_path / "a.json", **about(commit=None)).cells == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"provenance": {}, "models": []}', b"\xff"])
+def test_a_file_that_holds_something_else_is_left_alone(text, tmp_path):
+    path = tmp_path / "mine.json"
+    content = text if isinstance(text, bytes) else text.encode()
+    path.write_bytes(content)
+    with pytest.raises(SystemExit, match=r"--output: .*mine\.json holds no results") as refusal:
+        Bench(output=path).run()
+    assert len(str(refusal.value).splitlines()) == 1
+    assert path.read_bytes() == content
+
+
+def test_a_path_that_cannot_become_a_file_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").touch()
+    # A link, so that the device itself is never the one at risk.
+    (tmp_path / "device").symlink_to(os.devnull)
+    for path, message in (
+        (tmp_path, "is a folder: name a file"),
+        (tmp_path / "file" / "bench.json", "cannot be made or written to"),
+        (tmp_path / "device", "is not an ordinary file: name a file"),
+    ):
+        with pytest.raises(SystemExit, match=message) as refusal:
+            Bench(output=path).run()
+        assert len(str(refusal.value).splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "device"}
+
+
+def test_a_file_system_that_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path, monkeypatch):
+    def read_only(**settings):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(SystemExit, match="Read-only file system"):
+        Bench(output=tmp_path / "bench.json").run()
 
 
 # The update alone ----------------------------------------------------------------------------------------------------

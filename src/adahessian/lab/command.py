@@ -23,14 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Arguments after the command's name; those of the process if None.
     """
     try:
+        # Within the try, as it imports for seconds.
         command = _parse(arguments)
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package not in _EXTRA_PACKAGES:
-            raise
-        print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
-        sys.exit(1)
-    try:
         command.run()
     except KeyboardInterrupt:
         print("adahessian: stopped", file=sys.stderr)
@@ -38,11 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Command:
-    # Imported here, as they come with the extra, which the library itself does without.
-    import tyro
+    try:
+        # Imported here, as they come with the extra, which the library itself does without.
+        import tyro
 
-    from adahessian.lab.bench.command import Bench
-    from adahessian.lab.demo import Demo
+        from adahessian.lab.bench.command import Bench
+        from adahessian.lab.demo import Demo
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in _EXTRA_PACKAGES:
+            raise
+        print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
+        sys.exit(1)
 
     commands: dict[str, Callable[..., Command]] = {"demo": Demo, "bench": Bench}
     parsed: Command = tyro.extras.subcommand_cli_from_dict(

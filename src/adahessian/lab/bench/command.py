@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -13,13 +14,12 @@ from typing import Literal, get_args
 import torch
 from rich.console import Console
 
-from adahessian.lab.bench import update
+from adahessian.lab.bench import growth, update
 from adahessian.lab.bench.cells import Cell
 from adahessian.lab.bench.conditions import Conditions, DeviceName
-from adahessian.lab.bench.contenders import ADAM_NAME, CONTENDERS, Contender
-from adahessian.lab.bench.growth import measure_growth
+from adahessian.lab.bench.contenders import ADAM_NAME, CONTENDERS, REFERENCE, SGD_NAME, Contender, named
 from adahessian.lab.bench.peers import installed_peers
-from adahessian.lab.bench.results import Results
+from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.tables import NAMES_IN_OVERHEAD, PAPER_OVERHEAD, tables
 from adahessian.lab.bench.timing import Stopwatch
 from adahessian.lab.bench.training import MODES, Mode
@@ -30,8 +30,6 @@ from adahessian.lab.provenance import provenance
 Part = Literal["steps", "overhead", "growth", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-_WIDTH_IN_A_LOG = 170
-
 
 def _default_device() -> DeviceName:
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,19 +39,23 @@ def _default_device() -> DeviceName:
 class Bench:
     """What a training step costs with AdaHessian, SGD, Adam, AdamW and the peers that are installed."""
 
+    # The help keeps the breaks of these lines: they stand between sentences.
     parts: tuple[Part, ...] = PARTS
     """The whole step, the paper's overhead table, how the cost grows, and the update alone."""
 
     workloads: tuple[WorkloadName, ...] = WORKLOAD_NAMES
-    """What to train. On a GPU at the sizes of real use, on a CPU at small ones. Growth takes the first of them."""
+    """What to train.
+    On a GPU at the sizes of real use, on a CPU at small ones. Growth takes the first of them."""
 
     modes: tuple[Mode, ...] = ()
-    """How to run a step: as written, compiled, or captured in a CUDA graph. By default a GPU runs all three and a CPU
-    eager alone, since compiling takes minutes there; growth is measured in eager mode."""
+    """How to run a step: as written, compiled, or captured in a CUDA graph.
+    By default a GPU runs all three and a CPU eager alone, since compiling takes minutes there.
+    Growth is by default measured in eager mode."""
 
     optimizers: tuple[str, ...] = ()
-    """Only optimizers whose names begin so, such as AdamW or pytorch_optimizer. SGD, which times are set against, is
-    always there."""
+    """Only optimizers whose names begin so, such as AdamW or pytorch_optimizer; by default all.
+    What times are set against is always there: SGD, and for the update alone AdamW and a copy of memory.
+    A name that nothing begins with is answered with all that there are."""
 
     device: DeviceName = field(default_factory=_default_device)
     """Where to measure."""
@@ -71,85 +73,131 @@ class Bench:
     """Seed of the weights and of the data."""
 
     output: Path | None = None
-    """File of results; results/bench-cpu.json on a CPU. It is written after every cell. Cells that it already holds are
-    kept if they come from the same code, hardware, versions and conditions."""
+    """File of results, by default results/bench-cpu.json or results/bench-cuda.json. It is written after every cell.
+    Cells that it holds are kept if they come from the same code, hardware, versions and conditions."""
 
     def run(self) -> None:
         """Measure everything, print a line for each cell, then the tables, and write the file."""
         self._check()
+        peers, not_found = installed_peers()
+        self._check_names(peers, not_found)
         started = time.perf_counter()
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=_WIDTH_IN_A_LOG)
         conditions = Conditions(device=self.device, channels_last=self.channels_last, seed=self.seed)
         conditions.set_up()
-        peers, not_found = installed_peers()
-        results = Results(
-            self.output or Path("results") / f"bench-{self.device}.json",
-            provenance=provenance(seed=self.seed),
-            conditions=conditions.record(),
-            not_found=not_found,
-        )
+        results = self._results(conditions, not_found)
+        # Reasons, names and paths may hold brackets, which are no markup.
+        console = Console(markup=False, highlight=False)
         if results.replaces_others:
             console.print(
                 f"{results.path} comes from other code, hardware, versions or conditions: it is written anew",
-                highlight=False,
                 soft_wrap=True,
             )
-        with warnings.catch_warnings():
-            # Each step of a peer lets go of the cycle that torch warns of.
-            warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
-            for cell in self._cells(conditions, peers):
-                results.add(cell)
-                console.print(_line(cell), highlight=False, soft_wrap=True)
-        for table in tables(results.cells):
-            console.print()
-            console.print(table)
-        if not_found:
-            console.print(f"looked for and not installed: {'; '.join(not_found)}", highlight=False)
-        console.rule(f"done in {time.perf_counter() - started:.0f} s", align="left")
-        console.print(f"  {results.path}", highlight=False, soft_wrap=True)
+        try:
+            with warnings.catch_warnings():
+                # Each step of a peer lets go of the cycle that torch warns of.
+                warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
+                for cell in self._cells(conditions, peers):
+                    results.add(cell)
+                    console.print(_line(cell), soft_wrap=True)
+        finally:
+            # Also when it is stopped in the middle: what was measured until then counts.
+            if results.cells:
+                for table in tables(results.cells):
+                    console.print()
+                    console.print(table)
+                console.print()
+                if not_found:
+                    console.print(f"looked for and not installed: {'; '.join(not_found)}")
+                console.rule(f"results after {time.perf_counter() - started:.0f} s", align="left")
+                console.print(f"  {results.path}", soft_wrap=True)
+
+    def _results(self, conditions: Conditions, not_found: list[str]) -> Results:
+        try:
+            return Results(
+                self.output or Path("results") / f"bench-{self.device}.json",
+                provenance=provenance(seed=self.seed),
+                conditions={**conditions.record(), "rounds": self.rounds, "min_seconds": self.min_seconds},
+                not_found=not_found,
+            )
+        except UnusableFileError as error:
+            raise _refusal(f"--output: {error}") from error
 
     def _check(self) -> None:
+        for name in ("parts", "workloads"):
+            if not getattr(self, name):
+                raise _refusal(f"--{name} needs one name or more")
         if self.rounds < 1:
-            raise SystemExit("adahessian bench: --rounds must be 1 or more")
+            raise _refusal("--rounds must be 1 or more")
+        if not 0 < self.min_seconds < math.inf:
+            raise _refusal("--min-seconds must be more than 0, and finite")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise SystemExit("adahessian bench: --device cuda needs a GPU that torch can use")
+            raise _refusal("--device cuda needs a GPU that torch can use")
         if self.device == "cpu" and "captured" in self.modes:
-            raise SystemExit("adahessian bench: --modes captured needs a GPU: there are no CUDA graphs on a CPU")
+            raise _refusal("--modes captured needs a GPU: there are no CUDA graphs on a CPU")
+        if set(self.parts) == {"overhead"} and PAPER_OVERHEAD.keys().isdisjoint(self.workloads):
+            raise _refusal(f"--parts overhead needs one of --workloads {' '.join(PAPER_OVERHEAD)}")
+
+    def _check_names(self, peers: list[Contender], not_found: list[str]) -> None:
+        names = self._names(peers)
+        for beginning in self.optimizers:
+            if not any(name.startswith(beginning) for name in names):
+                missing = [f"{name} (not installed)" for name in not_found if name.startswith(beginning)]
+                raise _refusal(
+                    f"--optimizers {beginning}: no name begins so in these parts, workloads and modes. There are:"
+                    + "".join(f"\n  {name}" for name in (*names, *missing))
+                )
+
+    def _names(self, peers: list[Contender]) -> list[str]:
+        """All optimizers of the parts, workloads and modes, whichever are asked for."""
+        names = [
+            name for workload, mode in self._whole_steps() for name in self._names_of_whole_steps(workload, mode, peers)
+        ]
+        if "growth" in self.parts:
+            names += growth.NAMES
+        if "update" in self.parts:
+            names += update.NAMES
+        return list(dict.fromkeys(names))
+
+    def _whole_steps(self) -> Iterator[tuple[WorkloadName, Mode]]:
+        return product(self.workloads, self.modes or (MODES if self.device == "cuda" else MODES[:1]))
+
+    def _names_of_whole_steps(self, workload: WorkloadName, mode: Mode, peers: list[Contender]) -> list[str]:
+        able = [contender for contender in (REFERENCE, *CONTENDERS, *peers) if mode in contender.modes]
+        in_paper = (SGD_NAME, ADAM_NAME, *NAMES_IN_OVERHEAD) if workload in PAPER_OVERHEAD else ()
+        return [
+            name
+            for contender in able
+            for name in contender.schedules
+            if ("steps" in self.parts and name not in NAMES_IN_OVERHEAD[1:])
+            or ("overhead" in self.parts and name in in_paper)
+        ]
+
+    def _asked_for(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not self.optimizers or name.startswith(self.optimizers)]
 
     def _cells(self, conditions: Conditions, peers: list[Contender]) -> Iterator[Cell]:
         stopwatch = Stopwatch(device=torch.device(self.device), rounds=self.rounds, min_seconds=self.min_seconds)
-        for workload, mode in product(self.workloads, self.modes or (MODES if conditions.on_gpu else MODES[:1])):
-            if contenders := self._contenders(workload, mode, peers):
+        for workload, mode in self._whole_steps():
+            if names := self._asked_for(self._names_of_whole_steps(workload, mode, peers)):
+                contenders = named((*CONTENDERS, *peers), names)
                 for name, cell in measure_whole_steps(
                     conditions.workloads[workload], mode, contenders, conditions=conditions, stopwatch=stopwatch
                 ):
                     yield _placed("steps", workload, mode, name, cell)
-        if "growth" in self.parts:
+        if "growth" in self.parts and (names := self._asked_for(growth.NAMES)):
             for workload, mode in product(self.workloads[:1], self.modes or MODES[:1]):
-                for size, name, cell in measure_growth(
-                    conditions.workloads[workload], mode, conditions=conditions, stopwatch=stopwatch
+                for size, name, cell in growth.measure_growth(
+                    conditions.workloads[workload], mode, names, conditions=conditions, stopwatch=stopwatch
                 ):
                     yield _placed("growth", f"{workload}, {size}", mode, name, cell)
-        if "update" in self.parts:
+        if "update" in self.parts and (names := self._asked_for(update.NAMES)):
             for parameters, shapes in update.SHAPES.items():
-                for name, cell in update.measure_update(shapes(), seed=self.seed, stopwatch=stopwatch):
+                for name, cell in update.measure_update(shapes(), names, seed=self.seed, stopwatch=stopwatch):
                     yield _placed("update", parameters, "eager", name, cell)
 
-    def _contenders(self, workload: WorkloadName, mode: Mode, peers: list[Contender]) -> list[Contender]:
-        """Those of the parts and names that were asked for."""
 
-        def wanted(name: str) -> bool:
-            in_steps = "steps" in self.parts and name not in NAMES_IN_OVERHEAD[1:]
-            in_overhead = (
-                "overhead" in self.parts and workload in PAPER_OVERHEAD and name in (ADAM_NAME, *NAMES_IN_OVERHEAD)
-            )
-            return (in_steps or in_overhead) and (not self.optimizers or name.startswith(self.optimizers))
-
-        able = [contender for contender in (*CONTENDERS, *peers) if mode in contender.modes]
-        chosen = [contender.only(filter(wanted, contender.schedules)) for contender in able]
-        return [contender for contender in chosen if contender.schedules]
+def _refusal(reason: str) -> SystemExit:
+    return SystemExit(f"adahessian bench: {reason}")
 
 
 def _placed(part: Part, workload: str, mode: str, optimizer: str, cell: Cell) -> Cell:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,9 +34,14 @@ class Contender:
     modes: tuple[Mode, ...] = MODES
     """The modes it can run in."""
 
-    def only(self, names: Iterable[str]) -> Contender:
-        """The same at some of its schedules."""
-        return replace(self, schedules={name: self.schedules[name] for name in names})
+    def only(self, names: Collection[str]) -> Contender:
+        """The same at those of its schedules that are named."""
+        return replace(self, schedules={name: every for name, every in self.schedules.items() if name in names})
+
+
+def named(contenders: Iterable[Contender], names: Collection[str]) -> list[Contender]:
+    """Those of the contenders that are named, each at the schedules that are."""
+    return [contender for contender in (each.only(names) for each in contenders) if contender.schedules]
 
 
 # Torch's own ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from adahessian.lab.bench.cells import Cell, with_ratios
+
+_KEYS = frozenset({"provenance", "conditions", "commands", "cells"})
+
+
+class UnusableFileError(Exception):
+    """Results cannot be written to a file, or would replace something else."""
 
 
 class Results:
@@ -18,6 +25,9 @@ class Results:
         provenance: Where the results of this run come from.
         conditions: What holds for all of its cells.
         not_found: Peers that were looked for and are not installed.
+
+    Raises:
+        UnusableFileError: If the file cannot be written, or holds something else than results.
     """
 
     def __init__(
@@ -33,8 +43,9 @@ class Results:
         self._cells: dict[str, Cell] = {}
         # Whether the file holds cells that may not stand beside new ones, and gives them up.
         self.replaces_others = False
+        _demand_writable(path)
         if path.exists():
-            earlier = json.loads(path.read_text())
+            earlier = _earlier_results(path)
             self.replaces_others = not _comparable(earlier, self._about)
             if not self.replaces_others:
                 self._cells = earlier["cells"]
@@ -48,7 +59,6 @@ class Results:
     def add(self, cell: Cell) -> None:
         """Take in a cell, in place of an earlier one, and write the file."""
         self._cells["/".join(cell[name] for name in ("part", "workload", "mode", "optimizer"))] = cell
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         # Whoever reads the file, or stops the run, meets a whole one.
         unfinished = self.path.with_name(f"{self.path.name}.unfinished")
         unfinished.write_text(json.dumps({**self._about, "cells": self.cells}, indent=2) + "\n")
@@ -63,6 +73,34 @@ class Results:
             if all(other[name] == cell[name] for name in ("part", "workload", "mode"))
         }
         return with_ratios(cell, beside)
+
+
+def _demand_writable(path: Path) -> None:
+    """Find out before anything is measured; the folder is made if there is none."""
+    try:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "not an ordinary file"
+            raise UnusableFileError(f"{path} is {kind}: name a file, such as bench.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: the whole file system may be read-only.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UnusableFileError(
+            f"the folder of {path} cannot be made or written to ({error.strerror}): name a file in another"
+        ) from error
+
+
+def _earlier_results(path: Path) -> dict[str, Any]:
+    try:
+        earlier = json.loads(path.read_text())
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict) or not earlier.keys() >= _KEYS:
+        raise UnusableFileError(
+            f"{path} holds no results of this command, or broken ones: move it away or name another file"
+        )
+    return earlier
 
 
 def _comparable(earlier: dict[str, Any], now: dict[str, Any]) -> bool:

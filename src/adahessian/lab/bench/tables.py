@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from adahessian.lab.bench.cells import Cell
@@ -25,6 +28,8 @@ class _Column:
     number: str
     decimals: int = 2
     scale: float = 1.0
+    meaning: str = ""
+    """Stands above the table, so that headings are short enough for a terminal of 80 columns."""
 
     def show(self, cell: Cell) -> str:
         value = cell.get(self.number)
@@ -32,13 +37,13 @@ class _Column:
 
 
 _TIME = _Column("ms", "milliseconds")
-_TO_SGD = _Column("time,\nSGD = 1", "time_to_sgd")
-_TO_ADAM = _Column("time,\nAdam = 1", "time_to_adam")
-_TO_ADAMW = _Column("time,\nAdamW = 1", "time_to_adamw")
-_STATE = _Column("bytes of state\na parameter", "state_bytes_per_parameter", decimals=1)
+_TO_SGD = _Column("x SGD", "time_to_sgd")
+_TO_ADAM = _Column("x Adam", "time_to_adam")
+_TO_ADAMW = _Column("x AdamW", "time_to_adamw")
+_STATE = _Column("state", "state_bytes_per_parameter", decimals=1, meaning="bytes a parameter")
 
 
-def tables(cells: Mapping[str, Cell]) -> Iterator[Table]:
+def tables(cells: Mapping[str, Cell]) -> Iterator[Group]:
     """One table for each part that has cells."""
     steps = [cell for cell in cells.values() if cell["part"] == "steps"]
     overhead = [_beside_paper(cell) for cell in steps if _in_paper(cell)]
@@ -48,39 +53,36 @@ def tables(cells: Mapping[str, Cell]) -> Iterator[Table]:
         yield _table(
             "The whole training step",
             [cell for cell in steps if cell["optimizer"] not in NAMES_IN_OVERHEAD[1:]],
-            ("workload", "mode", "optimizer"),
             (
                 _TIME,
                 _TO_SGD,
                 _TO_ADAMW,
-                _Column("peak memory,\nSGD = 1", "peak_to_sgd"),
-                _Column("peak memory,\nAdamW = 1", "peak_to_adamw"),
+                _Column("peak", "peak_to_sgd", meaning="most memory, x SGD"),
                 _STATE,
-                _Column("first steps,\ns", "compile_seconds", decimals=0),
+                _Column("first", "compile_seconds", decimals=0, meaning="s for the first steps"),
             ),
         )
     if any(cell["optimizer"] in NAMES_IN_OVERHEAD[1:] for cell in overhead):
         yield _table(
             "The paper's overhead table: curvature every 1 to 5 steps",
             overhead,
-            ("workload", "mode", "optimizer"),
-            (_TO_SGD, _Column("in the\npaper", "paper_to_sgd"), _TO_ADAM, _Column("in the\npaper", "paper_to_adam")),
+            (_TO_SGD, _Column("paper", "paper_to_sgd"), _TO_ADAM, _Column("paper", "paper_to_adam")),
         )
     if growth:
-        yield _table("How the cost grows", growth, ("workload", "mode", "optimizer"), (_TIME, _TO_SGD))
+        yield _table("How the cost grows", growth, (_TIME, _TO_SGD))
     if update:
         yield _table(
             "The update alone",
             update,
-            ("workload", "optimizer"),
             (
-                _TIME,
+                _Column("ms", "milliseconds", decimals=3),
                 _TO_ADAMW,
-                _Column("bytes moved\na parameter", "bytes_moved_per_parameter", decimals=1),
+                _Column("moved", "bytes_moved_per_parameter", decimals=1, meaning="bytes a parameter"),
                 _Column("GB/s", "bytes_per_second", decimals=0, scale=1e-9),
-                _Column("% of\na copy's", "share_of_copy", decimals=0, scale=100),
+                _Column("% copy", "share_of_copy", decimals=0, scale=100, meaning="of the GB/s of a copy"),
                 _STATE,
             ),
+            section=("workload",),
         )
 
 
@@ -94,25 +96,35 @@ def _beside_paper(cell: Cell) -> Cell:
     return cell | {"paper_to_sgd": of_workload["time_to_sgd"][row], "paper_to_adam": of_workload["time_to_adam"][row]}
 
 
-def _table(title: str, cells: Iterable[Cell], places: tuple[str, ...], columns: tuple[_Column, ...]) -> Table:
-    """A row for each cell, a section for each workload and mode, and below them the reasons for what is missing."""
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for place in places:
-        table.add_column(place)
+def _table(
+    title: str, cells: list[Cell], columns: Iterable[_Column], section: tuple[str, ...] = ("workload", "mode")
+) -> Group:
+    """A row for each cell, a section for each place, and below them the reasons for what is missing.
+
+    Args:
+        title: What the table is about.
+        cells: What to show.
+        columns: The numbers to show, as far as any cell has them.
+        section: What the cells of a section have in common; it stands above them.
+    """
+    columns = [column for column in columns if any(cell.get(column.number) is not None for cell in cells)]
+    meanings = "; ".join(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
+    table.add_column("optimizer")
     for column in columns:
-        table.add_column(column.heading, justify="right")
-    sections: dict[tuple[str, str], list[Cell]] = {}
+        # Where a terminal is too narrow, names give way, between words.
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    sections: dict[str, list[Cell]] = {}
     for cell in cells:
-        sections.setdefault((cell["workload"], cell["mode"]), []).append(cell)
+        sections.setdefault(", ".join(cell[place] for place in section), []).append(cell)
     missing: dict[str, list[str]] = {}
-    for (workload, mode), section in sections.items():
-        for row, cell in enumerate(section):
-            # What a section has in common stands in its first row.
-            shown = [cell[place] if place == "optimizer" or row == 0 else "" for place in places]
-            table.add_row(*shown, *(column.show(cell) for column in columns))
+    for heading, members in sections.items():
+        table.add_row(heading, style="bold")
+        for cell in members:
+            table.add_row(Padding(cell["optimizer"], (0, 0, 0, 2)), *(column.show(cell) for column in columns))
             if "unavailable" in cell:
-                reason = f"{workload}, {mode}: not available: {cell['unavailable']}"
-                missing.setdefault(reason, []).append(cell["optimizer"])
+                missing.setdefault(f"{heading}: not available: {cell['unavailable']}", []).append(cell["optimizer"])
         table.add_section()
-    table.caption = "\n".join(f"{reason} ({'; '.join(names)})" for reason, names in missing.items()) or None
-    return table
+    reasons = [f"{reason} ({'; '.join(names)})" for reason, names in missing.items()]
+    # Not as the title and the caption of the table, which are as narrow as that is.
+    return Group(*filter(None, (title, meanings)), table, *reasons)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -21,7 +21,9 @@ Shapes = Sequence[tuple[int, ...]]
 
 COPY_NAME = "copy of memory"
 OUR_NAMES = {block_size: f"AdaHessian, block {block_size}" for block_size in (1, 32)}
-NAMES = (COPY_NAME, ADAMW_NAME, *OUR_NAMES.values())
+# What the others are set against.
+_REFERENCES = (COPY_NAME, ADAMW_NAME)
+NAMES = (*_REFERENCES, *OUR_NAMES.values())
 
 # Too large for any cache.
 COPIED_BYTES = 2**29
@@ -55,22 +57,32 @@ SHAPES: dict[str, Callable[[], Shapes]] = {
 }
 
 
-def measure_update(shapes: Shapes, *, seed: int, stopwatch: Stopwatch) -> Iterator[tuple[str, Cell]]:
-    """The name and the cell of each contender, all timed in turns on the same parameters and gradients."""
+def measure_update(
+    shapes: Shapes, names: Collection[str], *, seed: int, stopwatch: Stopwatch
+) -> Iterator[tuple[str, Cell]]:
+    """The name and the cell of each contender, all timed in turns on the same parameters and gradients.
+
+    Args:
+        shapes: Shapes of the parameters.
+        names: Those of ``NAMES`` to measure. AdamW and the copy of memory are always there.
+        seed: Seed of the parameters and gradients.
+        stopwatch: Times the updates.
+    """
+    measured = [name for name in NAMES if name in _REFERENCES or name in names]
     try:
-        cells = _measure(shapes, seed=seed, stopwatch=stopwatch)
+        cells = _measure(shapes, measured, seed=seed, stopwatch=stopwatch)
     except Exception as error:
-        cells = dict.fromkeys(NAMES, unavailable(error))
+        cells = dict.fromkeys(measured, unavailable(error))
     yield from cells.items()
 
 
-def _measure(shapes: Shapes, *, seed: int, stopwatch: Stopwatch) -> dict[str, Cell]:
+def _measure(shapes: Shapes, names: Collection[str], *, seed: int, stopwatch: Stopwatch) -> dict[str, Cell]:
     device = stopwatch.device
     count = sum(map(_size, shapes))
     _demand(count * _BYTES_NEEDED_PER_PARAMETER, device)
     params = _parameters(shapes, seed=seed, device=device)
     optimizers: dict[str, Optimizer] = {ADAMW_NAME: fused_adamw(params)}
-    optimizers |= {name: _measured(params, block_size) for block_size, name in OUR_NAMES.items()}
+    optimizers |= {name: _measured(params, block_size) for block_size, name in OUR_NAMES.items() if name in names}
     source, target = torch.rand(2, COPIED_BYTES // 4, device=device)
     candidates = {COPY_NAME: Candidate(lambda: target.copy_(source))}
     candidates |= {name: Candidate(optimizer.step) for name, optimizer in optimizers.items()}
@@ -79,14 +91,14 @@ def _measure(shapes: Shapes, *, seed: int, stopwatch: Stopwatch) -> dict[str, Ce
     seconds = stopwatch.in_turns(candidates)
 
     moved = {COPY_NAME: 2 * COPIED_BYTES} | {name: _bytes_moved(each, count) for name, each in optimizers.items()}
-    speeds = {name: [moved[name] / each for each in seconds[name]] for name in NAMES}
+    speeds = {name: [moved[name] / each for each in seconds[name]] for name in names}
     cells: dict[str, Cell] = {
         name: {
             "milliseconds": 1e3 * median(seconds[name]),
             "bytes_per_second": median(speeds[name]),
             "share_of_copy": median_ratio(speeds[name], speeds[COPY_NAME]),
         }
-        for name in NAMES
+        for name in names
     }
     for name, optimizer in optimizers.items():
         cells[name] |= {
