@@ -122,9 +122,9 @@ def test_sparse_gradients_are_refused():
     before = embedding.weight.detach().clone()
     optimizer = AdaHessian(embedding.parameters())
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*SparseAdam"):
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*DenseAndSparse"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*SparseAdam"):
+    with pytest.raises(RuntimeError, match=r"does not support sparse gradients.*DenseAndSparse"):
         Curvature(embedding, lambda model, x: model(x).square().sum(), optimizer).measure(torch.tensor([1, 2]))
     assert torch.equal(embedding.weight, before)
     assert not optimizer.state

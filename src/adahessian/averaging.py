@@ -91,7 +91,7 @@ class Blocks:
         if self.row_length == 1:
             return diagonal
         whole, rest = diagonal.tensor_split([self.shape[-1] - self._remainder], dim=-1)
-        means = whole.reshape(*whole.shape[:-1], -1, self.row_length).mean(-1)
+        means = whole.reshape(*whole.shape[:-1], whole.shape[-1] // self.row_length, self.row_length).mean(-1)
         return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1) if self._remainder else means
 
     def estimate(self, diagonal: Tensor, gradient: Tensor | None, averaging: Averaging) -> Estimate:
@@ -140,7 +140,7 @@ def blocks_of(shape: torch.Size, layout: Layout, block_size: int, *, parts: int 
     stacked = tuple(shape) if parts == 1 else (parts, *shape)
     if layout == "auto":
         layout = "kernel" if rank > 2 else "row"
-    if rank < 2 or layout == "none" or 0 in shape:
+    if rank < 2 or layout == "none" or 0 in shape[1:]:
         return Blocks(stacked)
     if layout == "kernel":
         return Blocks(stacked, kernel_dims=rank - 2)

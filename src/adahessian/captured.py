@@ -19,6 +19,7 @@ from adahessian.curvature.kinds import Kinds
 from adahessian.curvature.measurement import Curvature
 from adahessian.curvature.ways import Found
 from adahessian.messages import compiling, say, say_once
+from adahessian.optimizer import AdaHessian
 
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
@@ -46,7 +47,8 @@ class CapturedStep:
 
     Raises:
         TypeError: If ``curvature`` is no :class:`adahessian.Curvature`.
-        ValueError: If its product is ``"finite_difference"``, or ``capture`` neither True nor False.
+        ValueError: If its product is ``"finite_difference"``, if it is for several processes or micro-batches, or if
+            ``capture`` is neither True nor False.
 
     Example:
         >>> import adahessian
@@ -67,6 +69,16 @@ class CapturedStep:
             raise ValueError(
                 "finite differences draw random numbers several times over, which cannot be captured: take another "
                 "product, or call curvature.measure(batch) in a loop of your own"
+            )
+        if curvature.ranks is not None or curvature.accumulate:
+            raise ValueError(
+                "CapturedStep takes its step alone, on one batch: for several processes or micro-batches write the "
+                "loop out, with curvature.measure(batch) in it"
+            )
+        if not isinstance(curvature.optimizer, AdaHessian):
+            raise ValueError(
+                f"CapturedStep computes the gradients of an AdaHessian's parameters, but not all of a "
+                f"{type(curvature.optimizer).__name__}'s: write the loop out, with curvature.measure(batch) in it"
             )
         if not isinstance(capture, bool):
             raise ValueError(f"Invalid capture value: {capture!r}. It must be True or False.")
@@ -147,7 +159,7 @@ class CapturedStep:
     def _uncaptured(self, batch: Any, due: bool, loss_of: Callable[[Any], Tensor]) -> Tensor:
         if due and self.joins:
             found = self._engine.compute(batch, self._optimizer.draw_probes, keep_buffers=True)
-            self._engine.feed(found)
+            self.curvature.feed(found.diagonal, found.gradients)
             self.leave(found.gradients)
             return found.loss
         if due:
@@ -241,7 +253,7 @@ class _Graphs:
                 static.copy_(tensor, non_blocking=True)
         if due and self._step.joins:
             found = self._curvature_graph(self._batch, keep_buffers=True).replay()
-            self._engine.feed(found)
+            self._curvature.feed(found.diagonal, found.gradients)
             self._step.leave(found.gradients)
             return found.loss.clone()
         if due:
@@ -254,7 +266,7 @@ class _Graphs:
                 found = graph.replay()
             loss = self._replay_gradient()
             here.wait_stream(there)
-            self._engine.feed(found)
+            self._curvature.feed(found.diagonal, found.gradients)
             return loss
         return self._replay_gradient()
 

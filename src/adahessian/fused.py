@@ -77,6 +77,7 @@ class FusedTensors:
     def update(
         self,
         params: Sequence[Tensor],
+        gradients: Sequence[Tensor],
         of_params: Sequence[State],
         *,
         step: float,
@@ -88,11 +89,7 @@ class FusedTensors:
         maximize: bool,
     ) -> None:
         """Take one step, in place: the twin of :func:`adahessian.update.update_parameters`."""
-        grads = [
-            _strided(param.grad.to(self.dtype), own)
-            for param, own in zip(params, self.strides, strict=True)
-            if param.grad is not None
-        ]
+        grads = [_strided(gradient.to(self.dtype), own) for gradient, own in zip(gradients, self.strides, strict=True)]
         exp_avgs = [state["exp_avg"] for state in of_params]
         rms = [state["hessian_rms"] for state in of_params]
         pointers, aligned = self._addresses("update", params, grads, exp_avgs, rms)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian import state as states
-from adahessian.averaging import Averaging, Estimate, Layout
+from adahessian.averaging import Averaging, Blocks, Estimate, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
@@ -19,6 +19,7 @@ from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.settings import Beta2Per, validate
+from adahessian.sharding import agreed, local, local_part, refuse_cut_blocks
 from adahessian.state import Group, State
 from adahessian.stepping import Stepping
 from adahessian.update import update_hessian_rms, update_parameters
@@ -88,8 +89,9 @@ class AdaHessian(Optimizer):
     # Trainers in timm's style ask this once and then call backward(create_graph=True) at every step.
     is_second_order = True
 
-    # The newest measurement until a step uses it, and what the user has been told.
+    # The newest measurement until a step uses it, or a promise of it, and what the user has been told.
     _measurement: Measurement | None
+    _awaited: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]] | None
     _overdue_warned: bool
     _dropped_seen: int
     # What has been looked up for the step of each group, and the tables of the fused kernels.
@@ -155,14 +157,20 @@ class AdaHessian(Optimizer):
         if isinstance(param_group, dict):
             validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        self._measurement = None  # one that the new group has no part in
+        try:
+            for param in self.param_groups[-1]["params"]:
+                refuse_cut_blocks(param)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._measurement = self._awaited = None  # one that the new group has no part in
 
     # The curvature comes in ------------------------------------------------------------------------------------------
 
     @property
     def curvature_due(self) -> bool:
         """Whether the next step wants a measurement that it does not have yet."""
-        return self._measurement is None and any(map(is_due, self.param_groups))
+        return self._measurement is None and self._awaited is None and any(map(is_due, self.param_groups))
 
     @property
     def num_probes(self) -> int:
@@ -199,6 +207,10 @@ class AdaHessian(Optimizer):
             signs[i] = sign if out is None else signs[i].copy_(sign)
         return signs
 
+    def measured_blocks(self) -> list[Blocks]:
+        """The blocks of :meth:`measured_parameters`."""
+        return [states.blocks(param, group) for param, group, _ in self._parameters() if param.requires_grad]
+
     def measure_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Measure the curvature by differentiating gradients once more; their graph is freed.
 
@@ -224,8 +236,9 @@ class AdaHessian(Optimizer):
         """Hand over a measured Hessian diagonal, for the next step to use.
 
         Args:
-            diagonal: For each parameter the signed mean of ``z * (H z)``, in its shape. A parameter that took no part
-                in the loss is left out.
+            diagonal: For each parameter the signed mean of ``z * (H z)``, in its shape; for one that is spread over
+                ranks the whole of it, or a tensor that is spread alike. It is the same on all ranks. A parameter that
+                took no part in the loss is left out.
             gradients: For each of these parameters the gradient of the same loss. It tells a block that took no part,
                 such as the embedding of a word that did not occur, from one whose curvature is zero: the former takes
                 no step until it has been measured. Without it every block counts as measured.
@@ -247,23 +260,38 @@ class AdaHessian(Optimizer):
                     f"a parameter of shape {tuple(param.shape)} on {param.device} needs its diagonal and its gradient "
                     "in that shape and on that device"
                 )
-        measured = [members[param] for param in diagonal]
+        params = list(diagonal)
+        parts = [local_part(diagonal[param], param) for param in params]
+        slopes = None if gradients is None else [local_part(gradients[param], param) for param in params]
+        measured = [(local(param), *members[param][1:]) for param in params]
         fused, plain = self._fusion.split(measured)
         measurement: Measurement = {}
         for tensors, numbers in fused:
-            params = [measured[i][0] for i in numbers]
-            of_params = tensors.average(
-                [diagonal[param].to(torch.float32) for param in params],
-                None if gradients is None else [gradients[param] for param in params],
+            estimates = tensors.average(
+                [parts[i].to(torch.float32) for i in numbers],
+                None if slopes is None else [slopes[i] for i in numbers],
             )
-            measurement |= dict(zip(params, map(Estimate, *of_params), strict=True))
-        for param, group, _ in (measured[i] for i in plain):
-            measurement[param] = states.blocks(param, group).estimate(
-                as_reals(diagonal[param].to(accumulation_dtype(param.dtype))),
-                None if gradients is None else as_reals(gradients[param]),
+            measurement |= dict(zip([params[i] for i in numbers], map(Estimate, *estimates), strict=True))
+        for i in plain:
+            here, group, _ = measured[i]
+            measurement[params[i]] = states.blocks(here, group).estimate(
+                as_reals(parts[i].to(accumulation_dtype(here.dtype))),
+                None if slopes is None else as_reals(slopes[i]),
                 group["averaging"],
             )
-        self._measurement = measurement
+        self._measurement = agreed(measurement)
+
+    def await_curvature(self, complete: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]]) -> None:
+        """Promise a measurement that is not complete before the next step, which asks for it.
+
+        Args:
+            complete: Returns what :meth:`feed_curvature` takes.
+        """
+        self._awaited = complete
+
+    def awaits(self, complete: object) -> bool:
+        """Whether the next step is going to ask for this one."""
+        return self._awaited is not None and self._awaited == complete
 
     @property
     def dropped_measurements(self) -> int:
@@ -309,6 +337,9 @@ class AdaHessian(Optimizer):
 
         # Whatever can go wrong does so before anything is changed.
         stepping = [self._gather(group) for group in self.param_groups]
+        if self._awaited is not None:
+            self.feed_curvature(*self._awaited())
+            self._awaited = None
         self._measure_from_graph()
         self._warn_if_overdue()
         ready = [self._is_ready(part) for part in stepping]
@@ -360,7 +391,7 @@ class AdaHessian(Optimizer):
         if part.group["measurements"] or self._measurement is not None or not part.params:
             return True
         # Checkpoint libraries make the state of a fresh optimizer by a step like this.
-        if part.group["lr"] == 0 or not any(param.grad.any() for param in part.params if param.grad is not None):
+        if part.group["lr"] == 0 or not any(part.gradient(i).any() for i in range(len(part.params))):
             return False
         raise CurvatureError(
             "no curvature has been measured yet, so AdaHessian cannot step. Before optimizer.step(), call "
@@ -396,7 +427,8 @@ class AdaHessian(Optimizer):
                     new_age=count if group["beta2_per"] == "step" else None,
                 )
             of_all.update(
-                [part.params[i] for i in same],
+                [part.here[i] for i in same],
+                [part.gradient(i) for i in same],
                 [part.states[i] for i in same],
                 step=count,
                 lr=float(group["lr"]),
@@ -411,25 +443,25 @@ class AdaHessian(Optimizer):
     def _step_plain(self, part: Stepping, measurement: Measurement) -> None:
         group = part.group
         beta1, beta2 = group["betas"]
-        chosen = part.only(part.plain)
-        for param, state, _ in chosen:
-            if param in measurement:
+        of_plain = [part.states[i] for i in part.plain]
+        for i, state in zip(part.plain, of_plain, strict=True):
+            if part.params[i] in measurement:
                 update_hessian_rms(
                     state["hessian_rms"],
                     state["hessian_age"],
                     state["dropped"],
-                    measurement[param],
+                    measurement[part.params[i]],
                     state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
                     beta2=beta2,
                 )
-        params = [param for param, _, _ in chosen]
+        params = [part.here[i] for i in part.plain]
         update_parameters(
             [as_reals(param) for param in params],
-            [as_reals(param.grad) for param in params if param.grad is not None],
-            [as_reals(state["exp_avg"]) for _, state, _ in chosen],
-            [state["hessian_rms"] for _, state, _ in chosen],
-            [state["step"] for _, state, _ in chosen],
-            [blocks for _, _, blocks in chosen],
+            [as_reals(part.gradient(i)) for i in part.plain],
+            [as_reals(state["exp_avg"]) for state in of_plain],
+            [state["hessian_rms"] for state in of_plain],
+            [state["step"] for state in of_plain],
+            [part.blocks[i] for i in part.plain],
             lr=group["lr"],
             beta1=beta1,
             eps=group["eps"],
@@ -498,6 +530,7 @@ class AdaHessian(Optimizer):
 
     def _forget_transients(self) -> None:
         self._measurement = None
+        self._awaited = None
         self._overdue_warned = False
         self._dropped_seen = 0
         self._stepping = {}

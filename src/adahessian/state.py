@@ -1,4 +1,4 @@
-"""The state of one parameter: what it holds, in which shapes and dtypes.
+"""The state of one parameter: what it holds, in which shapes and dtypes. A parameter's shards have shards of state.
 
 step         steps taken, as in torch.optim.Adam
 exp_avg      gradient momentum, in the parameter's dtype
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adahessian.averaging import Blocks, blocks_of
 from adahessian.curvature.hutchinson import accumulation_dtype
+from adahessian.sharding import is_sharded, local, sharded_like
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -50,7 +51,9 @@ def complete(state: State, param: Tensor, group: Group) -> None:
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     if "hessian_rms" not in state or "hessian_age" not in state:
-        state["hessian_rms"] = torch.full(blocks(param, group).block_shape, math.inf, **own_dtype(param))
+        shard = torch.full(blocks(local(param), group).block_shape, math.inf, **own_dtype(param))
+        whole_shape = blocks(param, group).block_shape
+        state["hessian_rms"] = sharded_like(param, shard, whole_shape) if is_sharded(param) else shard
         state["hessian_age"] = torch.zeros((), **own_dtype(param))
     if "dropped" not in state:
         state["dropped"] = torch.zeros((), **own_dtype(param))

@@ -11,6 +11,7 @@ from torch import Tensor
 from adahessian import state as states
 from adahessian.averaging import Blocks
 from adahessian.fused import FusedTensors, Fusion, Member
+from adahessian.sharding import is_sharded, local
 from adahessian.state import Group, State
 
 # Settings that decide how a step is taken. All others may change from step to step.
@@ -33,15 +34,18 @@ class Stepping:
     def __init__(self, group: Group, params: list[Tensor], state: Mapping[Tensor, State]) -> None:
         self.group = group
         self.params = params
-        self.blocks: list[Blocks] = [states.blocks(param, group) for param in params]
-        for param, of in zip(params, self.blocks, strict=True):
+        for param in params:
             known = state.get(param)
-            if known and (problem := states.misfit(known, param, of)) is not None:
+            if known and (problem := states.misfit(known, param, states.blocks(param, group))) is not None:
                 raise RuntimeError(problem)
+        # What is on this rank: the shards of sharded parameters, with theirs of the state.
+        self.here: list[Tensor] = [local(param) for param in params]
+        self.blocks: list[Blocks] = [states.blocks(shard, group) for shard in self.here]
         self.states: list[State] = []
         self.fused: list[tuple[FusedTensors, list[int]]] = []
         self.plain: list[int] = []
         self._settings = _decisive(group)
+        self._whole_states: list[State] = []
         self._forms = list(map(_form, params))
         self._tensors: list[tuple[Any, ...]] = []
         self._counter: Tensor | None = None
@@ -52,21 +56,29 @@ class Stepping:
             return
         for param in self.params:
             states.complete(state[param], param, self.group)
-        self.states = [state[param] for param in self.params]
+        self._whole_states = [state[param] for param in self.params]
         if not self.group["capturable"]:
             self._join_counts()
-        self._tensors = [tuple(each[key] for key in _KEYS) for each in self.states]
+        self._tensors = [tuple(each[key] for key in _KEYS) for each in self._whole_states]
+        self.states = [
+            {key: local(value) for key, value in whole.items()} if is_sharded(param) else whole
+            for param, whole in zip(self.params, self._whole_states, strict=True)
+        ]
         self.fused, self.plain = fusion.split([self.member(i) for i in range(len(self.params))], self.states)
 
     def is_current(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Whether all of it is still so for these parameters."""
         return (
-            len(params) == len(self.params) == len(self.states)
+            len(params) == len(self.params) == len(self._whole_states)
             and self._settings == _decisive(self.group)
             and all(
-                param is known and state.get(param) is own and _form(param) == form and _same(own, tensors)
-                for param, known, own, form, tensors in zip(
-                    params, self.params, self.states, self._forms, self._tensors, strict=True
+                param is known
+                and (here is param or local(param) is here)
+                and _form(param) == form
+                and _same(own, tensors)
+                and state.get(param) is own
+                for param, known, here, own, form, tensors in zip(
+                    params, self.params, self.here, self._whole_states, self._forms, self._tensors, strict=True
                 )
             )
         )
@@ -74,24 +86,26 @@ class Stepping:
     def count(self) -> list[float]:
         """Count a step; returns the count of each parameter, unless these are on the device."""
         if self._counter is None:
-            torch._foreach_add_([state["step"] for state in self.states], 1)
+            torch._foreach_add_([state["step"] for state in self._whole_states], 1)
             return []
         self._counter.add_(1)
         counts: list[float] = self._counter.tolist()
         return counts
 
+    def gradient(self, i: int) -> Tensor:
+        """The gradient of a parameter, as far as it is on this rank."""
+        gradient = self.params[i].grad
+        assert gradient is not None
+        return gradient if self.here[i] is self.params[i] else local(gradient)
+
     def member(self, i: int) -> Member:
         """A parameter as the fused kernels know it; its position is of no account in a step."""
-        return self.params[i], self.group, 0
-
-    def only(self, chosen: list[int]) -> list[tuple[Tensor, State, Blocks]]:
-        """Some of the parameters, with what belongs to them."""
-        return [(self.params[i], self.states[i], self.blocks[i]) for i in chosen]
+        return self.here[i], self.group, 0
 
     def _join_counts(self) -> None:
         """Keep the step counts of all parameters in one tensor, of which each has its own element."""
-        self._counter = torch.stack([state["step"] for state in self.states])
-        for state, count in zip(self.states, self._counter.unbind(), strict=True):
+        self._counter = torch.stack([state["step"] for state in self._whole_states])
+        for state, count in zip(self._whole_states, self._counter.unbind(), strict=True):
             state["step"] = count
 
 

@@ -81,7 +81,7 @@ def test_several_draws_are_averaged(monkeypatch):
     model, (x, _) = MLP.model(), MLP.batch()
     one_by_one = []
     for number in range(3):
-        monkeypatch.setattr(gauss_newton, "draw_labels", lambda *args, n=number: draw_labels(*args[:-1], n))
+        monkeypatch.setattr(gauss_newton, "draw_labels", lambda *args, n=number: draw_labels(*args[:3], n))
         one_by_one.append(joined(measured(model, x)))
     monkeypatch.undo()
     assert not torch.equal(one_by_one[0], one_by_one[1])
@@ -341,7 +341,7 @@ def test_labels_are_independent_across_everything_they_depend_on(what):
 @pytest.mark.parametrize("classes", [2, 50_257])
 def test_labels_at_the_ends_of_the_distribution(uniform, classes, monkeypatch):
     """Whatever the rounding, the label is a class that can be."""
-    monkeypatch.setattr(labels, "_uniform_integers", lambda count, *_: torch.full((count,), uniform))
+    monkeypatch.setattr(labels, "_uniform_integers", lambda first, count, *_: torch.full((count,), uniform))
     logits = torch.randn(16, classes + 2)
     logits[:, 0] = logits[:, -1] = -torch.inf
     found = draw_labels(logits, 0, 0, 0)

@@ -14,6 +14,7 @@ from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.functional import Product
 from adahessian.curvature.isolation import transforms_closed
 from adahessian.curvature.kinds import Kinds
+from adahessian.curvature.sync_batch_norm import communicates
 from adahessian.curvature.ways import (
     Draw,
     Found,
@@ -66,7 +67,7 @@ class Engine:
 
     def choice(self, part: Any) -> Choice:
         """How this part of a batch, and all that follow, are computed; made when it is first asked for."""
-        params = self._problem.parameters
+        params = self._problem.optimizer.measured_parameters()
         # Parameters that were frozen, thawed or added since ask for another function.
         if self._choice is None or list(map(id, params)) != list(map(id, self._chosen_for)):
             with self._problem.random_streams_untouched():
@@ -121,18 +122,10 @@ class Engine:
         self._compiled_for.discard(kind)
         self._kinds.refuse(kind)
 
-    def measure(self, part: Any) -> None:
-        """Measure on a part of a batch and feed the optimizer. Nothing else is changed."""
+    def measure(self, part: Any) -> Found:
+        """Measure on a part of a batch. Nothing is changed."""
         with self._problem.random_streams_untouched():
-            self.feed(self.compute(part, self._problem.optimizer.draw_probes, keep_buffers=False))
-
-    def feed(self, found: Found) -> None:
-        """Hand what was found over to the optimizer."""
-        params = self._problem.parameters
-        self._problem.optimizer.feed_curvature(
-            {param: d for param, d in zip(params, found.diagonal, strict=True) if d is not None},
-            {param: g for param, g in zip(params, found.gradients, strict=True) if g is not None},
-        )
+            return self.compute(part, self._problem.optimizer.draw_probes, keep_buffers=False)
 
     def wants_compiled(self) -> tuple[bool, str]:
         """Whether to compile, and why not."""
@@ -181,6 +174,8 @@ class Engine:
             return "the optimizer has parameters that are not the model's"
         if any(param.is_complex() for param in self._problem.parameters):
             return "the model has complex parameters"
+        if communicates(self._problem.model):
+            return "SyncBatchNorm asks other processes"
         return None
 
     def _candidates(self) -> Iterator[tuple[Product, bool]]:

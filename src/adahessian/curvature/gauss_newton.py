@@ -14,8 +14,9 @@ This is the Gauss-Newton-Bartlett estimator of Sophia (Liu et al., 2023), N g * 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,18 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import nodes
-from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, refuse_sparse
+from adahessian.curvature.hutchinson import accumulation_dtype, refuse_sparse
 from adahessian.curvature.isolation import untouched
 from adahessian.curvature.labels import draw_labels
 from adahessian.curvature.passes import CurvaturePass, Model
+from adahessian.distributed import Ranks
+from adahessian.sharding import is_sharded, refuse_waiting_gradients
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from adahessian.optimizer import AdaHessian
+    from adahessian.sparse import DenseAndSparse
 
 
 class GaussNewton(CurvaturePass[Model]):
@@ -53,10 +59,14 @@ class GaussNewton(CurvaturePass[Model]):
             ``torch._functorch.config.donated_buffer = False``.
         batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples.
         batch_dim: The dimension of the batch's tensors that counts examples.
+        accumulate: Whether every call of :meth:`measure` until the next step is measured, with other labels, and their
+            mean counts; otherwise the first alone counts.
+        process_group: The processes whose gradients are averaged, and with them the curvature. ``"auto"`` takes those
+            of ``DistributedDataParallel`` or of FSDP2's ``fully_shard``; None is for a model of this process alone.
 
     Raises:
         TypeError: If the model, the function or the optimizer is none.
-        ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range.
+        ValueError: If an argument is out of its range.
 
     Example:
         >>> import adahessian
@@ -73,41 +83,96 @@ class GaussNewton(CurvaturePass[Model]):
         self,
         model: Model,
         logits_fn: Callable[[Model, Any], Tensor],
-        optimizer: AdaHessian,
+        optimizer: AdaHessian | DenseAndSparse,
         *,
         batch_fraction: float = 1.0,
         batch_dim: int = 0,
+        accumulate: bool = False,
+        process_group: ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        super().__init__(model, logits_fn, optimizer, batch_fraction=batch_fraction, batch_dim=batch_dim)
+        super().__init__(
+            model,
+            logits_fn,
+            optimizer,
+            batch_fraction=batch_fraction,
+            batch_dim=batch_dim,
+            accumulate=accumulate,
+            process_group=process_group,
+        )
         self.logits_fn = logits_fn
+        self._micro_batch = 0
 
-    def _measure(self, part: Any) -> None:
+    @property
+    def _ranks_to_ask(self) -> Ranks | None:
+        return None  # the gradients of all ranks are added up before they are squared
+
+    def _measure(self, part: Any, weight: float) -> None:
+        params, draws = self.optimizer.measured_parameters(), self.optimizer.num_probes
+        sharded = any(map(is_sharded, params))
+        self._micro_batch = self._micro_batch + 1 if self._goes_on else 0
+        diagonal: list[Tensor | None] = [None] * len(params)
+        gradients: Sequence[Tensor | None] = diagonal
         with torch.enable_grad(), untouched(self.model):
-            logits = self.logits_fn(self.model, part)
-            _check(logits)
-            self._measure_logits(logits.flatten(0, -2).to(accumulation_dtype(logits.dtype)))
-
-    def _measure_logits(self, logits: Tensor) -> None:
-        """Measure from logits of shape (rows, classes); their graph is freed."""
-        params = self.optimizer.measured_parameters()
-        group, draws = self.optimizer.param_groups[0], self.optimizer.num_probes
-        diagonal: dict[Tensor, Tensor] = {}
-        gradients: dict[Tensor, Tensor] = {}
-        for draw in range(draws):
-            labels = draw_labels(logits, group["seed"], group["measurements"], draw)
-            # The sum rather than the mean: in low precision small gradients would vanish.
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            found = torch.autograd.grad(loss, params, retain_graph=draw + 1 < draws, allow_unused=True)
-            gradients = {param: g for param, g in zip(params, found, strict=True) if g is not None}
-            for param, gradient in gradients.items():
-                refuse_sparse(gradient)
-                if param not in diagonal:
-                    diagonal[param] = torch.zeros_like(gradient, dtype=accumulation_dtype(gradient.dtype))
-                real = as_reals(gradient)
-                as_reals(diagonal[param]).addcmul_(real, real, value=1 / (len(logits) * draws))
-        if not diagonal:
+            logits = self._logits(part)
+            first_row, total_weight = 0, weight
+            if self.ranks is not None:
+                first_row, total_weight = self.ranks.place_among(len(logits), weight, logits.device)
+            # The square of the sum over ranks is then the diagonal of the weighted mean.
+            scale = math.sqrt(weight / (total_weight * len(logits))) if total_weight else math.nan
+            for draw in range(draws):
+                if draw and sharded:  # a backward pass through FSDP2 cannot be repeated
+                    logits = self._logits(part)
+                loss = self._drawn_loss(logits, self._micro_batch * draws + draw, first_row)
+                if sharded:
+                    gradients = self._through_fsdp(loss * scale, params)
+                else:
+                    gradients = self._alone(loss, scale, params, retain_graph=draw + 1 < draws)
+                for i, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        diagonal[i] = _plus_squares(diagonal[i], gradient, 1 / draws)
+        if not any(gradient is not None for gradient in gradients):
             raise CurvatureError("the logits depend on none of the optimizer's parameters: is this its model?")
-        self.optimizer.feed_curvature(diagonal, gradients)
+        self.feed(diagonal, gradients, weight=total_weight)
+
+    def _logits(self, part: Any) -> Tensor:
+        """Logits of shape (rows, classes), with their graph."""
+        logits = self.logits_fn(self.model, part)
+        _check(logits)
+        return logits.flatten(0, -2).to(accumulation_dtype(logits.dtype))
+
+    def _drawn_loss(self, logits: Tensor, draw: int, first_row: int) -> Tensor:
+        group = self.optimizer.param_groups[0]
+        labels = draw_labels(logits, group["seed"], group["measurements"], draw, first_row)
+        # The sum rather than the mean: in low precision small gradients would vanish.
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def _alone(
+        self, loss: Tensor, scale: float, params: Sequence[Tensor], *, retain_graph: bool
+    ) -> Sequence[Tensor | None]:
+        """Gradients past all wrappers, then their sums over ranks."""
+        gradients = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+        for gradient in gradients:
+            refuse_sparse(gradient)
+        scaled = [g if g is None else g.to(accumulation_dtype(g.dtype)) * scale for g in gradients]
+        if self.ranks is None:
+            return scaled
+        return self.ranks.sum_each(scaled, params)
+
+    def _through_fsdp(self, loss: Tensor, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Gradients by the ordinary backward pass of FSDP2, which spreads their mean over ranks."""
+        refuse_waiting_gradients(self.model)
+        (loss * (1 if self.ranks is None else self.ranks.size)).backward()
+        gradients = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        return gradients
+
+
+def _plus_squares(squares: Tensor | None, gradient: Tensor, share: float) -> Tensor:
+    """Squares of a gradient, of the real and of the imaginary part if it has two, on top of what there is."""
+    wide = gradient.detach().to(accumulation_dtype(gradient.dtype))
+    new = torch.complex(wide.real.square(), wide.imag.square()) if wide.is_complex() else wide.square()
+    return new * share if squares is None else squares + new * share
 
 
 def _check(logits: object) -> None:

@@ -75,8 +75,8 @@ def refuse_sparse(gradient: Tensor | None) -> None:
     """
     if gradient is not None and gradient.is_sparse:
         raise RuntimeError(
-            "AdaHessian does not support sparse gradients: give the embedding sparse=False, or its parameters to "
-            "another optimizer, such as torch.optim.Adagrad or torch.optim.SparseAdam"
+            "AdaHessian does not support sparse gradients: give the embedding sparse=False, or train it by Adagrad, "
+            "with the rest by AdaHessian: optimizer = adahessian.DenseAndSparse(model)"
         )
 
 

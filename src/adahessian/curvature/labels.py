@@ -24,7 +24,7 @@ _STREAM_OF_LABELS = -1
 
 
 @torch.no_grad()
-def draw_labels(logits: Tensor, seed: int, measurement: int, draw: int) -> Tensor:
+def draw_labels(logits: Tensor, seed: int, measurement: int, draw: int, first_row: int = 0) -> Tensor:
     """One label a row, drawn from ``softmax(logits)``.
 
     Args:
@@ -32,6 +32,7 @@ def draw_labels(logits: Tensor, seed: int, measurement: int, draw: int) -> Tenso
         seed: Seed of the draws.
         measurement: Number of the measurement.
         draw: Number of the draw within the measurement.
+        first_row: Number of the first row, where others before it are elsewhere.
 
     Returns:
         Numbers of classes, of shape (rows,).
@@ -41,14 +42,15 @@ def draw_labels(logits: Tensor, seed: int, measurement: int, draw: int) -> Tenso
     """
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     cumulated = probabilities.mul_(1 << _BITS).round_().to(torch.int32).cumsum(-1, dtype=torch.int32)
-    uniform = _uniform_integers(len(logits), ProbeKey(seed, measurement, _STREAM_OF_LABELS), draw, logits.device)
+    key = ProbeKey(seed, measurement, _STREAM_OF_LABELS)
+    uniform = _uniform_integers(first_row, len(logits), key, draw, logits.device)
     threshold = (uniform * cumulated[:, -1]) >> _BITS
     labels = torch.searchsorted(cumulated, threshold.to(torch.int32).unsqueeze(-1), right=True).squeeze(-1)
     # A row of NaN has no distribution. Any class will do, since its gradient is NaN too.
     return labels.clamp_(max=logits.shape[-1] - 1)
 
 
-def _uniform_integers(count: int, key: ProbeKey, draw: int, device: torch.device) -> Tensor:
+def _uniform_integers(first: int, count: int, key: ProbeKey, draw: int, device: torch.device) -> Tensor:
     """Integers from 0 to 2^30 - 1, of 30 signs each."""
-    digits = rademacher((count, _BITS), key, draw, dtype=torch.int8, device=device).gt(0)
+    digits = rademacher((first + count, _BITS), key, draw, dtype=torch.int8, device=device)[first:].gt(0)
     return (digits.to(torch.int64) << torch.arange(_BITS, device=device)).sum(-1)

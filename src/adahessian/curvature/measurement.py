@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from adahessian.curvature.passes import CurvaturePass, Model
 from adahessian.curvature.ways import Problem
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from adahessian.optimizer import AdaHessian
+    from adahessian.sparse import DenseAndSparse
 
 
 class Curvature(CurvaturePass[Model]):
@@ -37,6 +40,10 @@ class Curvature(CurvaturePass[Model]):
         compile: Whether the pass is compiled, as one function; None does so on a GPU, for models that repay it.
         tangent_dtype: ``torch.bfloat16`` lets a compiled pass round the operands of those products that only feed
             ``H z``: faster, and the gradient of the same pass keeps every bit.
+        accumulate: Whether every call of :meth:`measure` until the next step is measured, with the same probes, and
+            their mean counts, as for the micro-batches of an accumulated gradient; otherwise the first alone counts.
+        process_group: The processes whose gradients are averaged, and with them the curvature. ``"auto"`` takes those
+            of ``DistributedDataParallel`` or of FSDP2's ``fully_shard``; None is for a model of this process alone.
 
     Raises:
         TypeError: If the model, the function or the optimizer is none.
@@ -57,15 +64,25 @@ class Curvature(CurvaturePass[Model]):
         self,
         model: Model,
         loss_fn: Callable[[Model, Any], Tensor],
-        optimizer: AdaHessian,
+        optimizer: AdaHessian | DenseAndSparse,
         *,
         batch_fraction: float = 1.0,
         batch_dim: int = 0,
         product: ProductName = "auto",
         compile: bool | None = None,
         tangent_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        process_group: ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        super().__init__(model, loss_fn, optimizer, batch_fraction=batch_fraction, batch_dim=batch_dim)
+        super().__init__(
+            model,
+            loss_fn,
+            optimizer,
+            batch_fraction=batch_fraction,
+            batch_dim=batch_dim,
+            accumulate=accumulate,
+            process_group=process_group,
+        )
         if product not in PRODUCTS:
             raise ValueError(f"Invalid product: {product!r}. It must be one of {', '.join(PRODUCTS)}.")
         if not (compile is None or isinstance(compile, bool)):
@@ -73,13 +90,15 @@ class Curvature(CurvaturePass[Model]):
         if tangent_dtype not in (None, torch.bfloat16):
             raise ValueError(f"Invalid tangent_dtype: {tangent_dtype!r}. It must be torch.bfloat16 or None.")
         self.loss_fn = loss_fn
-        problem = Problem(model, loss_fn, optimizer)
-        self._engine = Engine(problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
+        self._problem = Problem(self.model, loss_fn, optimizer)
+        self._engine = Engine(self._problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
 
     @property
     def engine(self) -> Engine:
         """What computes the second derivatives."""
         return self._engine
 
-    def _measure(self, part: Any) -> None:
-        self._engine.measure(part)
+    def _measure(self, part: Any, weight: float) -> None:
+        with self._problem.gathered():
+            found = self._engine.measure(part)
+            self.feed(found.diagonal, found.gradients, weight=weight)

@@ -1,18 +1,24 @@
-"""A pass of its own that measures the curvature: when it is due, and on which part of the batch."""
+"""A pass of its own that measures the curvature: when it is due, on which part of the batch, and with whom."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
+from adahessian.curvature.accumulation import Measured, WeightedMean
 from adahessian.curvature.batches import slice_batch
+from adahessian.distributed import Ranks, ranks_of, unwrapped
 from adahessian.settings import is_integer, is_number
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from adahessian.optimizer import AdaHessian
+    from adahessian.sparse import DenseAndSparse
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,17 +32,27 @@ class CurvaturePass(ABC, Generic[Model]):
         optimizer: The optimizer that uses the curvature and says when it is due.
         batch_fraction: Share of each batch to measure on, above 0 and up to 1: its first examples.
         batch_dim: The dimension of the batch's tensors that counts examples.
+        accumulate: Whether all measurements until the next step count, by their mean, or the first alone.
+        process_group: The processes whose gradients are averaged; ``"auto"`` asks the model's wrapper.
 
     Raises:
         TypeError: If the model, the function or the optimizer is none.
-        ValueError: If ``batch_fraction`` or ``batch_dim`` is out of its range, or the model is shared by processes.
+        ValueError: If an argument is out of its range, or the model's wrapper is not known.
     """
 
     # The name under which users hand over the function.
     function_name: ClassVar[str] = "loss_fn"
 
     def __init__(
-        self, model: Model, function: Any, optimizer: AdaHessian, *, batch_fraction: float, batch_dim: int
+        self,
+        model: Model,
+        function: Any,
+        optimizer: AdaHessian | DenseAndSparse,
+        *,
+        batch_fraction: float,
+        batch_dim: int,
+        accumulate: bool,
+        process_group: ProcessGroup | Literal["auto"] | None,
     ) -> None:
         if not isinstance(model, nn.Module) or not callable(function) or not hasattr(optimizer, "feed_curvature"):
             found = ", ".join(type(each).__name__ for each in (model, function, optimizer))
@@ -48,36 +64,83 @@ class CurvaturePass(ABC, Generic[Model]):
             raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")
         if not (is_integer(batch_dim) and batch_dim >= 0):
             raise ValueError(f"Invalid batch_dim: {batch_dim!r}. It must be an integer, 0 or more.")
-        if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
-            raise ValueError(
-                f"{type(self).__name__} does not know yet how to average over processes: the ranks would drift apart"
-            )
-        self.model = model
+        if not isinstance(accumulate, bool):
+            raise ValueError(f"Invalid accumulate value: {accumulate!r}. It must be True or False.")
+        self.ranks: Ranks | None = ranks_of(model, process_group)
+        self.model = cast(Model, unwrapped(model))
         self.optimizer = optimizer
         self.batch_fraction = batch_fraction
         self.batch_dim = batch_dim
+        self.accumulate = accumulate
+        self._mean: WeightedMean | None = None
 
-    def measure(self, batch: Any) -> bool:
+    def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
         """Measure the curvature on a slice of the batch, if a measurement is due.
 
         Call it before ``optimizer.step()``, which uses the measurement. Save checkpoints after the step: a measurement
-        that no step has used yet is not part of the optimizer's state.
+        that no step has used yet is not part of the optimizer's state. With several processes all of them call it.
 
         Args:
             batch: Tensors, or tuples, lists and dicts of them.
+            weight: What this batch counts in the mean over processes and micro-batches: the number of its tokens
+                where the objective is a mean over the tokens of all of them. A mean of means, which is what
+                averaged gradients belong to, takes equal weights.
 
         Returns:
             Whether it measured.
 
         Raises:
             CurvatureError: If the curvature cannot be had from this model. Nothing has changed then.
-            ValueError: If the batch cannot be sliced.
+            ValueError: If the batch cannot be sliced, or the weight is negative.
         """
-        if not self.optimizer.curvature_due:
+        if not (is_number(weight) and 0 <= weight < math.inf):
+            raise ValueError(f"Invalid weight: {weight!r}. It must be a finite number, 0 or more.")
+        if not self.optimizer.curvature_due and not self._goes_on:
             return False
-        self._measure(slice_batch(batch, self.batch_fraction, self.batch_dim))
+        self._measure(slice_batch(batch, self.batch_fraction, self.batch_dim), weight)
         return True
 
+    def feed(
+        self, diagonal: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, weight: float = 1.0
+    ) -> None:
+        """Hand a measurement over to the optimizer, once it is that of all ranks and micro-batches.
+
+        Args:
+            diagonal: Signed diagonals in the order of the optimizer's ``measured_parameters()``.
+            gradients: The gradients of the same loss.
+            weight: What it counts in a mean.
+        """
+        params = self.optimizer.measured_parameters()
+        ranks = self._ranks_to_ask
+        if ranks is None and not self.accumulate:
+            self.optimizer.feed_curvature(
+                {param: values for param, values in zip(params, diagonal, strict=True) if values is not None},
+                {param: values for param, values in zip(params, gradients, strict=True) if values is not None},
+            )
+            return
+        if self._mean is None or not self._goes_on:
+            self._mean = WeightedMean(params, self.optimizer.measured_blocks())
+        self._mean.add(diagonal, gradients, weight)
+        if self.accumulate:
+            self.optimizer.await_curvature(self._complete)
+        else:
+            self.optimizer.feed_curvature(*self._complete())
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether what comes before the next step belongs to a measurement that has been begun."""
+        return self.accumulate and self.optimizer.awaits(self._complete)
+
+    @property
+    def _ranks_to_ask(self) -> Ranks | None:
+        """The ranks whose diagonals are to be averaged with those of this one."""
+        return self.ranks
+
+    def _complete(self) -> Measured:
+        mean, self._mean = self._mean, None
+        assert mean is not None
+        return mean.result(self._ranks_to_ask)
+
     @abstractmethod
-    def _measure(self, part: Any) -> None:
-        """Measure on this part of a batch, and feed the optimizer."""
+    def _measure(self, part: Any, weight: float) -> None:
+        """Measure on this part of a batch, and feed what was found."""

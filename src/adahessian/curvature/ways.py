@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,9 +26,11 @@ from adahessian.curvature.isolation import (
     model_untouched,
     random_streams_untouched,
 )
+from adahessian.sharding import whole_parameters
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
+    from adahessian.sparse import DenseAndSparse
 
 # The probes, by number.
 Draw = Callable[[int], Sequence[Tensor]]
@@ -52,12 +54,24 @@ class Problem:
 
     model: nn.Module
     loss_fn: Callable[..., Tensor]
-    optimizer: AdaHessian
+    optimizer: AdaHessian | DenseAndSparse
+    # The whole of each parameter that is spread over ranks, as long as every rank has it.
+    wholes: dict[Tensor, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have all of the model on this rank."""
+        with whole_parameters(self.model) as wholes:
+            self.wholes.update(wholes)
+            try:
+                yield
+            finally:
+                self.wholes.clear()
 
     @property
     def parameters(self) -> list[Tensor]:
         """What to differentiate by."""
-        return self.optimizer.measured_parameters()
+        return [self.wholes.get(param, param) for param in self.optimizer.measured_parameters()]
 
     def functional(self) -> FunctionalLoss:
         """The loss as a function of the parameters."""

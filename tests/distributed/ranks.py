@@ -1,0 +1,78 @@
+"""Real processes that do what a test tells them, together, over gloo."""
+
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+
+
+class RanksFailedError(Exception):
+    """What went wrong on the ranks, one traceback each."""
+
+
+class Ranks:
+    """Processes that wait for work: starting them takes longer than most tests.
+
+    Args:
+        size: How many.
+    """
+
+    def __init__(self, size):
+        self.size = size
+        context = mp.get_context("spawn")
+        meeting = Path(tempfile.mkdtemp()) / "meeting"
+        pipes = [context.Pipe() for _ in range(size)]
+        self._pipes = [here for here, _ in pipes]
+        self.processes = [
+            context.Process(target=_work, args=(rank, size, meeting, there), daemon=True)
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, there in pipes:
+            there.close()
+
+    def __call__(self, function, *args):
+        """What a function of this rank, the number of ranks and the arguments returns on each of them."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = [self._answer(pipe) for pipe in self._pipes]
+        errors = [error for _, error in answers if error is not None]
+        if errors:
+            raise RanksFailedError("\n".join(errors))
+        return [result for result, _ in answers]
+
+    def _answer(self, pipe):
+        try:
+            if not pipe.poll(300):
+                return None, "no answer"
+            return pipe.recv()
+        except EOFError:
+            return None, "the process died"
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _work(rank, size, meeting, pipe):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(rank, size, *args), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
