@@ -63,7 +63,7 @@ class Ranks:
     def place_among(self, rows: int, weight: float, device: torch.device) -> tuple[int, float]:
         """Where this rank's rows begin when those of all ranks are put one after the other, and the sum of weights."""
         before = 0
-        for group in self._groups:
+        for group in reversed(self._groups):  # neighbours in a mesh differ in its last dimension
             of_all = [torch.zeros(2, dtype=torch.float64, device=device) for _ in range(group.size())]
             dist.all_gather(of_all, torch.tensor([rows, weight], dtype=torch.float64, device=device), group=group)
             counts, weights = torch.stack(of_all).T.tolist()

@@ -11,19 +11,26 @@ def started():
         ranks.stop()
 
 
+def _running(started, size):
+    if size not in started or not all(process.is_alive() for process in started[size].processes):
+        started[size] = Ranks(size)
+    return started[size]
+
+
 @pytest.fixture(params=[2, 4], ids="{} ranks".format)
 def ranks(request, started):
     """Processes to run a function on."""
-    if request.param not in started or not all(process.is_alive() for process in started[request.param].processes):
-        started[request.param] = Ranks(request.param)
-    return started[request.param]
+    return _running(started, request.param)
 
 
 @pytest.fixture
 def two_ranks(started):
-    if 2 not in started or not all(process.is_alive() for process in started[2].processes):
-        started[2] = Ranks(2)
-    return started[2]
+    return _running(started, 2)
+
+
+@pytest.fixture
+def four_ranks(started):
+    return _running(started, 4)
 
 
 def pytest_collection_modifyitems(items):
