@@ -70,10 +70,10 @@ class CapturedStep:
                 "finite differences draw random numbers several times over, which cannot be captured: take another "
                 "product, or call curvature.measure(batch) in a loop of your own"
             )
-        if curvature.ranks is not None or curvature.accumulate:
+        if curvature.ranks is not None or curvature.accumulate or curvature.scaler is not None:
             raise ValueError(
-                "CapturedStep takes its step alone, on one batch: for several processes or micro-batches write the "
-                "loop out, with curvature.measure(batch) in it"
+                "CapturedStep takes its step alone, on one batch: for several processes or micro-batches, or with a "
+                "GradScaler, write the loop out, with curvature.measure(batch) in it"
             )
         if not isinstance(curvature.optimizer, AdaHessian):
             raise ValueError(

@@ -15,6 +15,7 @@ from adahessian.averaging import Averaging, Blocks, Estimate, Layout
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
+from adahessian.curvature.loss_scale import calling_scaler, scale_of
 from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.fused import FusedTensors, Fusion, Member
@@ -211,12 +212,13 @@ class AdaHessian(Optimizer):
         """The blocks of :meth:`measured_parameters`."""
         return [states.blocks(param, group) for param, group, _ in self._parameters() if param.requires_grad]
 
-    def measure_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+    def measure_gradients(self, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0) -> None:
         """Measure the curvature by differentiating gradients once more; their graph is freed.
 
         Args:
             gradients: Gradients of :meth:`measured_parameters`, made with ``create_graph=True``; None for a parameter
                 that took no part in the loss.
+            scale: What the loss has been multiplied by, as by a ``GradScaler``.
 
         Raises:
             CurvatureError: If an operation cannot be differentiated twice.
@@ -225,7 +227,7 @@ class AdaHessian(Optimizer):
         params = self.measured_parameters()
         diagonal = hessian_diagonal(gradients, params, self.draw_probes, self.num_probes)
         self.feed_curvature(
-            {param: d for param, d in zip(params, diagonal, strict=True) if d is not None},
+            {param: d.detach() / scale for param, d in zip(params, diagonal, strict=True) if d is not None},
             {param: g for param, g in zip(params, gradients, strict=True) if g is not None},
         )
 
@@ -370,7 +372,9 @@ class AdaHessian(Optimizer):
         with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
         if with_graph and self.curvature_due:
             check_twice_differentiable([param.grad for param in with_graph if param.grad is not None])
-            self.measure_gradients([param.grad for param in self.measured_parameters()])
+            scaler = calling_scaler()
+            scale = 1.0 if scaler is None else scale_of(scaler, with_graph[0].device)
+            self.measure_gradients([param.grad for param in self.measured_parameters()], scale)
         for param in with_graph:
             # A gradient that keeps its graph keeps its parameter, which keeps its gradient: a cycle.
             param.grad = param.grad.detach() if param.grad is not None else None

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from adahessian.curvature.engine import PRODUCTS, Engine, ProductName
+from adahessian.curvature.loss_scale import ScaledLoss
 from adahessian.curvature.passes import CurvaturePass, Model
 from adahessian.curvature.ways import Problem
 
@@ -40,6 +42,8 @@ class Curvature(CurvaturePass[Model]):
         compile: Whether the pass is compiled, as one function; None does so on a GPU, for models that repay it.
         tangent_dtype: ``torch.bfloat16`` lets a compiled pass round the operands of those products that only feed
             ``H z``: faster, and the gradient of the same pass keeps every bit.
+        scaler: The ``GradScaler`` of a loop in float16. The pass multiplies its loss by the same scale, so that small
+            derivatives do not vanish, and divides the curvature by it: that does not depend on the scale.
         accumulate: Whether every call of :meth:`measure` until the next step is measured, with the same probes, and
             their mean counts, as for the micro-batches of an accumulated gradient; otherwise the first alone counts.
         process_group: The processes whose gradients are averaged, and with them the curvature. ``"auto"`` takes those
@@ -71,6 +75,7 @@ class Curvature(CurvaturePass[Model]):
         product: ProductName = "auto",
         compile: bool | None = None,
         tangent_dtype: torch.dtype | None = None,
+        scaler: GradScaler | None = None,
         accumulate: bool = False,
         process_group: ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
@@ -89,8 +94,12 @@ class Curvature(CurvaturePass[Model]):
             raise ValueError(f"Invalid compile value: {compile!r}. It must be True, False or None.")
         if tangent_dtype not in (None, torch.bfloat16):
             raise ValueError(f"Invalid tangent_dtype: {tangent_dtype!r}. It must be torch.bfloat16 or None.")
+        if not (scaler is None or isinstance(scaler, GradScaler)):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, but got a {type(scaler).__name__}")
         self.loss_fn = loss_fn
-        self._problem = Problem(self.model, loss_fn, optimizer)
+        self.scaler = scaler
+        self._scaled_loss = ScaledLoss(loss_fn, scaler)
+        self._problem = Problem(self.model, self._scaled_loss if scaler is not None else loss_fn, optimizer)
         self._engine = Engine(self._problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
 
     @property
@@ -99,6 +108,7 @@ class Curvature(CurvaturePass[Model]):
         return self._engine
 
     def _measure(self, part: Any, weight: float) -> None:
+        self._scaled_loss.renew(next(self.model.parameters()).device)
         with self._problem.gathered():
             found = self._engine.measure(part)
-            self.feed(found.diagonal, found.gradients, weight=weight)
+        self.feed(self._scaled_loss.divided(found.diagonal), found.gradients, weight=weight)
