@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from adahessian.curvature.accumulation import Measured, WeightedMean
 from adahessian.curvature.batches import slice_batch
+from adahessian.curvature.stopwatch import Stopwatch
 from adahessian.distributed import Ranks, ranks_of, unwrapped
 from adahessian.settings import is_integer, is_number
 
@@ -73,6 +75,12 @@ class CurvaturePass(ABC, Generic[Model]):
         self.batch_dim = batch_dim
         self.accumulate = accumulate
         self._mean: WeightedMean | None = None
+        self._stopwatch = Stopwatch()
+
+    @property
+    def seconds(self) -> float:
+        """The time that :meth:`measure` has taken so far. Reading waits for the device."""
+        return self._stopwatch.seconds
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
         """Measure the curvature on a slice of the batch, if a measurement is due.
@@ -97,7 +105,9 @@ class CurvaturePass(ABC, Generic[Model]):
             raise ValueError(f"Invalid weight: {weight!r}. It must be a finite number, 0 or more.")
         if not self.optimizer.curvature_due and not self._goes_on:
             return False
-        self._measure(slice_batch(batch, self.batch_fraction, self.batch_dim), weight)
+        part = slice_batch(batch, self.batch_fraction, self.batch_dim)
+        with self._stopwatch.running(next((param.device for param in self.model.parameters()), torch.device("cpu"))):
+            self._measure(part, weight)
         return True
 
     def feed(
