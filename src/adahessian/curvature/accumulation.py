@@ -40,6 +40,11 @@ class WeightedMean:
         for part in self._parts:
             part.add([diagonal[i] for i in part.numbers], [gradients[i] for i in part.numbers], weight)
 
+    @property
+    def nbytes(self) -> int:
+        """What each rank hands to the reduction."""
+        return sum(part.nbytes for part in self._parts)
+
     def result(self, ranks: Ranks | None) -> Measured:
         """The mean of each parameter that took part anywhere, and for each what is not 0 where a block did."""
         diagonal: dict[Tensor, Tensor] = {}
@@ -66,6 +71,10 @@ class _Part:
         self._elements = [each.view(of.shape) for each, of in zip(self._means.split(sizes), blocks, strict=True)]
         self._touched = [each.view(of.block_shape) for each, of in zip(touched.split(counts), blocks, strict=True)]
         self._seen = [False] * len(params)
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.nbytes
 
     @torch.no_grad()
     def add(self, diagonal: Sequence[Tensor | None], gradients: Sequence[Tensor | None], weight: float) -> None:

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 import adahessian
+from adahessian.curvature.accumulation import WeightedMean
 from adahessian.lab.bench.cells import Cell, unavailable
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import REFERENCE, SGD_NAME, Contender
@@ -109,9 +110,18 @@ class _WholeSteps:
             "time_to_sgd": None if of_sgd is None else median_ratio(seconds["own"], of_sgd),
             "peak_bytes": peak,
             "state_bytes_per_parameter": state_bytes(training.optimizer) / task.parameter_count,
+            "reduced_bytes_per_parameter": _reduced_bytes(training, task.parameter_count),
             "parameters": task.parameter_count,
             "curvature": None if training.curvature is None else training.curvature(),
         }
+
+
+def _reduced_bytes(training: Training, parameters: int) -> float | None:
+    """What each of several processes would hand to the reduction of a measurement."""
+    if not isinstance(training.optimizer, adahessian.AdaHessian):
+        return None
+    mean = WeightedMean(training.optimizer.measured_parameters(), training.optimizer.measured_blocks())
+    return mean.nbytes / parameters
 
 
 def _let_measure_every(training: Training, steps: int) -> None:
