@@ -622,3 +622,11 @@ def test_channels_come_last_where_that_is_asked_for(channels_last):
     kernels = [param for param in task.parameters if param.dim() == 4]
     for tensor in (task.batch[0], *kernels[1:]):
         assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
+
+
+def test_what_a_measurement_sends_between_processes_is_counted(results):
+    for found in results["cells"].values():
+        sent = found.get("reduced_bytes_per_parameter")
+        if found["part"] == "steps" and "milliseconds" in found:
+            assert (sent is not None) == found["optimizer"].startswith("AdaHessian"), found
+            assert sent is None or 4 < sent < 8.1

@@ -59,9 +59,6 @@ def tables(cells: Mapping[str, Cell]) -> Iterator[Group]:
                 _TO_ADAMW,
                 _Column("peak", "peak_to_sgd", meaning="most memory, x SGD"),
                 _STATE,
-                _Column(
-                    "sent", "reduced_bytes_per_parameter", decimals=1, meaning="bytes a parameter and measurement, DDP"
-                ),
                 _Column("first", "compile_seconds", decimals=0, meaning="s for the first steps"),
             ),
         )
