@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from adahessian import AdaHessian, Curvature, GaussNewton, param_groups, suggest_lr
+from adahessian import AdaHessian, Curvature, DenseAndSparse, GaussNewton, param_groups, suggest_lr
 from cases import BATCH_NORM, MLP
 
 
@@ -49,15 +49,14 @@ def in_training(curvature, batches):
         curvature.optimizer.step()
 
 
-def everything(model, optimizer):
+def everything(model, optimizer, sparse=False):
     """Whatever the range test must leave as it was, in values that compare bit by bit."""
     state = optimizer.state_dict()
     tensors = [*model.parameters(), *model.buffers()]
-    # Of a NaN too: its bits.
     return repr(
         (
             [tensor.detach().cpu().numpy().tobytes() for tensor in tensors],
-            [None if param.grad is None else param.grad.numpy().tobytes() for param in model.parameters()],
+            [] if sparse else [param.grad is not None and param.grad.numpy().tobytes() for param in model.parameters()],
             [module.training for module in model.modules()],
             {
                 key: {name: value.numpy().tobytes() for name, value in of_param.items()}
@@ -213,7 +212,7 @@ def test_everything_is_put_back(started, error):
         curvature.measure(batches[0])
     pending, state, grads = optimizer._measurement, optimizer.state, [param.grad for param in model.parameters()]
     attributes = set(vars(optimizer))
-    before = everything(model, optimizer)
+    before, seconds = everything(model, optimizer), curvature.seconds
     if error is None:
         suggest_lr(curvature, batches)
     else:
@@ -221,6 +220,7 @@ def test_everything_is_put_back(started, error):
             suggest_lr(curvature, batches)
     assert everything(model, optimizer) == before
     assert optimizer._measurement is pending
+    assert curvature.seconds == seconds
     assert optimizer.state is state
     assert set(vars(optimizer)) == attributes
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
@@ -267,6 +267,35 @@ def test_a_loader_goes_on_with_the_same_order(own_generator):
         generator.manual_seed(1)
     suggest_lr(SGD(model.parameters(), 0.1), loader, model=model, loss_fn=MLP.loss)
     assert [labels.tolist() for _, labels in loader] == expected
+
+
+def test_an_optimizer_made_of_two_is_put_back():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 1))
+    words = torch.randint(10, (16, 3))
+    curvature = Curvature(model, lambda m, batch: (m(batch) - 1).square().mean(), DenseAndSparse(model))
+    in_training(curvature, [words] * 2)
+    before = everything(model, curvature.optimizer, sparse=True)
+    assert suggest_lr(curvature, [words]).suggestion > 0
+    assert everything(model, curvature.optimizer, sparse=True) == before
+    assert curvature.optimizer.dense.state is curvature.optimizer.state
+
+
+def test_a_measurement_that_goes_on_over_micro_batches_is_put_back():
+    ends = []
+    for with_test in (False, True):
+        model = MLP.model(torch.float32)
+        optimizer = AdaHessian(model.parameters())
+        curvature = Curvature(model, MLP.loss, optimizer, accumulate=True)
+        first, second = (MLP.batch(torch.float32, seed=seed) for seed in (1, 2))
+        curvature.measure(first)
+        if with_test:
+            suggest_lr(curvature, [first])
+        curvature.measure(second)
+        MLP.loss(model, first).backward()
+        optimizer.step()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
 
 
 def test_what_the_optimizer_holds_besides_the_model_is_put_back():
@@ -327,6 +356,14 @@ def test_a_loss_that_is_not_a_number():
     model = Quadratic()
     with pytest.raises(TypeError, match="tensor of one element"):
         suggest_lr(SGD(model.parameters(), 0.1), noisy_centres(), model=model, loss_fn=lambda m, b: 1.0)
+
+
+def test_several_processes(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    optimizer = SGD(MLP.model().parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="runs in one process"):
+        suggest_lr(optimizer, [MLP.batch()], model=MLP.model(), loss_fn=MLP.loss)
 
 
 def test_a_loss_that_is_nan_from_the_start():

@@ -33,7 +33,7 @@ def diagnose(
     - ``unmeasured``, the share of blocks that take no step because no measurement has touched them yet.
 
     And in all: ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement),
-    ``dropped_measurements`` and, from a curvature pass that counts it, ``curvature_seconds``.
+    ``dropped_measurements`` and, of a curvature pass, ``curvature_seconds``.
 
     What a parameter has no value for yet is left out. Reading waits for the device, once.
 
@@ -76,9 +76,8 @@ def diagnose(
     for count in ("steps", "measurements", "staleness"):
         report[count] = float(max((group[count] for group in optimizer.param_groups), default=0))
     report["dropped_measurements"] = sum(values.get("dropped", 0.0) for values in of_params)
-    seconds = getattr(source, "seconds", None)
-    if seconds is not None:
-        report["curvature_seconds"] = float(seconds)
+    if isinstance(source, CurvaturePass):
+        report["curvature_seconds"] = source.seconds
     return report
 
 

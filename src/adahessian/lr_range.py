@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from adahessian.curvature.isolation import devices_of, random_streams_untouched
 from adahessian.curvature.passes import CurvaturePass
+from adahessian.curvature.stopwatch import Stopwatch
 from adahessian.optimizer import AdaHessian
 from adahessian.settings import is_integer, is_number
 
@@ -395,6 +396,8 @@ def _all_put_back(trainee: _Trainee, batches: Iterable[Any]) -> Iterator[None]:
             each.state = copies[id(each.state)]
             if isinstance(each, AdaHessian):
                 each._forget_transients()
+        if trainee.curvature is not None:
+            trainee.curvature._stopwatch = Stopwatch()
         yield
 
 

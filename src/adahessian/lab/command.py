@@ -38,6 +38,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
 
         from adahessian.lab.bench.command import Bench
         from adahessian.lab.demo import Demo
+        from adahessian.lab.lr_guide import StudyLr
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
@@ -45,7 +46,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
         sys.exit(1)
 
-    commands: dict[str, Callable[..., Command]] = {"demo": Demo, "bench": Bench}
+    commands: dict[str, Callable[..., Command]] = {"demo": Demo, "bench": Bench, "study-lr": StudyLr}
     parsed: Command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
     )
