@@ -20,6 +20,7 @@ from adahessian.curvature.measurement import Curvature
 from adahessian.curvature.ways import Found
 from adahessian.messages import compiling, say, say_once
 from adahessian.optimizer import AdaHessian
+from adahessian.sharding import mesh_of
 
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
@@ -70,7 +71,8 @@ class CapturedStep:
                 "finite differences draw random numbers several times over, which cannot be captured: take another "
                 "product, or call curvature.measure(batch) in a loop of your own"
             )
-        if curvature.ranks is not None or curvature.accumulate or curvature.scaler is not None:
+        sharded = mesh_of(curvature.model) is not None
+        if curvature.ranks is not None or sharded or curvature.accumulate or curvature.scaler is not None:
             raise ValueError(
                 "CapturedStep takes its step alone, on one batch: for several processes or micro-batches, or with a "
                 "GradScaler, write the loop out, with curvature.measure(batch) in it"

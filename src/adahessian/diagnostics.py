@@ -13,6 +13,7 @@ from adahessian import state as states
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
 from adahessian.curvature.passes import CurvaturePass
 from adahessian.optimizer import AdaHessian
+from adahessian.sharding import whole
 from adahessian.sparse import DenseAndSparse
 from adahessian.state import Group, State
 
@@ -35,7 +36,8 @@ def diagnose(
     And in all: ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement),
     ``dropped_measurements`` and, of a curvature pass, ``curvature_seconds``.
 
-    What a parameter has no value for yet is left out. Reading waits for the device, once.
+    What a parameter has no value for yet is left out. Reading waits for the device, once. Of sharded parameters all
+    ranks ask together, and have the numbers of the whole.
 
     Args:
         source: The curvature pass, or the optimizer; of a :class:`adahessian.DenseAndSparse`, the dense layers.
@@ -99,15 +101,15 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
 @torch.no_grad()
 def _quantities(param: Tensor, group: Group, state: State) -> dict[str, Tensor]:
     """What is to be read of a parameter, each a tensor of one element, on whatever device."""
-    found = {"param_norm": _norm(param)}
+    found = {"param_norm": _norm(whole(param))}
     if param.grad is not None:
-        found["grad_norm"] = _norm(param.grad)
+        found["grad_norm"] = _norm(whole(param.grad))
     if state:
-        rms = state["hessian_rms"]
+        rms = whole(state["hessian_rms"])
         v = rms if group["hessian_power"] == 1 else rms.pow(group["hessian_power"])
         unmeasured = rms.isinf()
         of = states.blocks(param, group)
-        exp_avg = as_reals(state["exp_avg"]).to(rms.dtype)
+        exp_avg = as_reals(whole(state["exp_avg"])).to(rms.dtype)
         found |= {
             "squares": rms.masked_fill(unmeasured, 0.0).square().mean(),
             "unmeasured": unmeasured.to(rms).mean(),

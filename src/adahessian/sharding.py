@@ -38,6 +38,15 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, by asking the other ranks for their shards: they must ask too."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor.detach()
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
+
+
 def local_part(whole: Tensor, param: Tensor) -> Tensor:
     """The part of a tensor that belongs to the shard of a parameter that is on this rank."""
     if is_sharded(whole) or not is_sharded(param):
@@ -133,8 +142,7 @@ def whole_parameters(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
             for name, param in list(module._parameters.items()):
                 if param is not None and is_sharded(param):
                     if param not in wholes:  # one that modules share is sent once
-                        shards: Any = param
-                        wholes[param] = nn.Parameter(shards.detach().full_tensor(), param.requires_grad)
+                        wholes[param] = nn.Parameter(whole(param), param.requires_grad)
                     stack.callback(module._parameters.__setitem__, name, param)
                     module._parameters[name] = wholes[param]  # type: ignore[assignment]
         yield wholes

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from adahessian import AdaHessian, Curvature, CurvatureError, GaussNewton, param_groups
+from adahessian import AdaHessian, Curvature, CurvatureError, GaussNewton, diagnose, param_groups
 
 SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "update_every": 2}
 
@@ -136,6 +136,14 @@ def not_a_number_on_ranks(rank, size):
     return whole(model), [float(optimizer.state[param]["hessian_age"]) for param in model.parameters()]
 
 
+def diagnosed_on_ranks(rank, size):
+    model = sharded()
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    curvature = Curvature(model, loss_fn, optimizer)
+    train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(3)))
+    return diagnose(curvature)
+
+
 def refused_on_ranks(rank, size):
     mesh = init_device_mesh("cpu", (size,))
     cut = fully_shard(nn.Linear(8, 8), mesh=mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
@@ -206,6 +214,17 @@ def test_a_measurement_that_one_shard_makes_useless_is_dropped_by_all(two_ranks)
     (first, ages), (second, other_ages) = two_ranks(not_a_number_on_ranks)
     assert torch.equal(first, second)
     assert ages == other_ages == [0.0, *[1.0] * (len(ages) - 1)]
+
+
+def test_diagnostics_are_those_of_the_whole(two_ranks):
+    model = made()
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    curvature = Curvature(model, loss_fn, optimizer)
+    train(model, curvature, optimizer, map(batch, range(3)))
+    expected = diagnose(curvature)
+    for found in two_ranks(diagnosed_on_ranks):
+        assert found.pop("curvature_seconds") > 0
+        assert found == pytest.approx({key: value for key, value in expected.items() if key != "curvature_seconds"})
 
 
 def test_what_cannot_be_done_is_refused(two_ranks):
