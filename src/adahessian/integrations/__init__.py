@@ -1,0 +1,1 @@
+"""Trainers of other libraries, each imported only on use."""
