@@ -189,7 +189,10 @@ def test_slices_of_batches_of_all_kinds():
     assert isinstance(named, Pair)
     assert named.rest["y"][0].shape == (5, 1)
     assert named.rest["y"][1] is scalar
-    assert slice_batch(UserDict(x=x), 0.5)["x"].shape == (5, 1)
+    whole = UserDict(x=x)
+    mapping = slice_batch(whole, 0.5)
+    assert isinstance(mapping, UserDict)
+    assert (mapping["x"].shape, whole["x"].shape) == ((5, 1), (10, 1))
     assert slice_batch(torch.zeros(3, 10), 0.5, dim=1).shape == (3, 5)
 
 
@@ -498,3 +501,22 @@ def test_compiled_models_are_measured_as_they_were_written(in_place):
         MLP.loss(model, batch).backward()  # compiles
         assert Curvature(model, MLP.loss, optimizer).measure(batch)
     torch.testing.assert_close(*found)
+
+
+class Wrapper:
+    """As trainers wrap optimizers: it answers for the one inside."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+
+def test_the_optimizer_inside_of_a_wrapper_is_fed():
+    model = MLP.model()
+    optimizer = AdaHessian(model.parameters())
+    curvature = Curvature(model, MLP.loss, Wrapper(optimizer))
+    assert curvature.optimizer is optimizer
+    assert curvature.measure(MLP.batch())
+    assert not optimizer.curvature_due

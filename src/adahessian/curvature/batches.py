@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -59,8 +60,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(function, part) for part in batch)
     if isinstance(batch, Mapping):
-        # Not rebuilt in its own type: mappings of other libraries take other arguments.
-        return {key: map_tensors(function, part) for key, part in batch.items()}
+        parts = {key: map_tensors(function, part) for key, part in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts
+        # Not rebuilt in its own type: mappings of other libraries, which have attributes too, take other arguments.
+        mapped = copy.copy(batch)
+        mapped.update(parts)
+        return mapped
     return batch
 
 

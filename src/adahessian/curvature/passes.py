@@ -56,6 +56,9 @@ class CurvaturePass(ABC, Generic[Model]):
         accumulate: bool,
         process_group: ProcessGroup | Literal["auto"] | None,
     ) -> None:
+        # Trainers wrap optimizers. A wrapper would keep to itself what is set on it.
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if hasattr(inner, "feed_curvature") else optimizer
         if not isinstance(model, nn.Module) or not callable(function) or not hasattr(optimizer, "feed_curvature"):
             found = ", ".join(type(each).__name__ for each in (model, function, optimizer))
             raise TypeError(
