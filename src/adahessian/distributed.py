@@ -72,11 +72,11 @@ class Ranks:
         return before, weight
 
 
-def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
-    """The ranks that a model is trained by; None for a process on its own.
+def refuse_flattened(model: nn.Module) -> None:
+    """Refuse wrappers that make one long vector of many parameters.
 
     Raises:
-        ValueError: If the wrapper flattens parameters, or nothing says whether the processes belong together.
+        ValueError: If the model is wrapped so.
     """
     wrapper = f"{type(model).__module__}.{type(model).__qualname__}"
     if wrapper.startswith("deepspeed.") or wrapper.endswith(".FullyShardedDataParallel"):
@@ -84,9 +84,15 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
             f"{type(model).__name__} flattens parameters, whose blocks are then lost. Shard the model with FSDP2, "
             "torch.distributed.fsdp.fully_shard, instead"
         )
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    if process_group is None:
+
+
+def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
+    """The ranks that a model is trained by; None for a process on its own.
+
+    Raises:
+        ValueError: If nothing says whether the processes belong together.
+    """
+    if process_group is None or not dist.is_available() or not dist.is_initialized():
         return None
     if process_group != "auto":
         return _several([process_group])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from adahessian.curvature.accumulation import Measured, WeightedMean
 from adahessian.curvature.batches import slice_batch
 from adahessian.curvature.stopwatch import Stopwatch
-from adahessian.distributed import Ranks, ranks_of, unwrapped
+from adahessian.distributed import Ranks, ranks_of, refuse_flattened, unwrapped
 from adahessian.settings import is_integer, is_number
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ class CurvaturePass(ABC, Generic[Model]):
         process_group: ProcessGroup | Literal["auto"] | None,
     ) -> None:
         # Trainers wrap optimizers. A wrapper would keep to itself what is set on it.
-        inner = getattr(optimizer, "optimizer", None)
+        inner: Any = getattr(optimizer, "optimizer", None)
         optimizer = inner if hasattr(inner, "feed_curvature") else optimizer
+        if isinstance(model, nn.Module):
+            refuse_flattened(model)
         if not isinstance(model, nn.Module) or not callable(function) or not hasattr(optimizer, "feed_curvature"):
             found = ", ".join(type(each).__name__ for each in (model, function, optimizer))
             raise TypeError(
