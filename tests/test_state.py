@@ -228,3 +228,18 @@ def test_a_state_that_was_exchanged_is_noticed():
     optimizer.state[param]["hessian_rms"] = torch.ones(4)
     with pytest.raises(RuntimeError, match="needs"):
         optimizer.step()
+
+
+def test_the_state_of_a_fresh_optimizer_is_made_without_using_up_its_measurement():
+    """torch.distributed.checkpoint makes it by a step with zero gradients and no learning rate."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([param], lr=0.0)
+    optimizer.feed_curvature({param: torch.ones(3)})
+    param.grad = torch.zeros(3)
+    optimizer.step()
+    assert optimizer.param_groups[0]["steps"] == optimizer.param_groups[0]["measurements"] == 0
+    assert not optimizer.curvature_due
+    optimizer.param_groups[0]["lr"] = 0.1
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.param_groups[0]["measurements"] == 1

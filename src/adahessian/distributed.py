@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.hutchinson import accumulation_dtype
 from adahessian.sharding import mesh_of
 
@@ -92,27 +95,62 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
     Raises:
         ValueError: If nothing says whether the processes belong together.
     """
-    if process_group is None or not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    mesh = mesh_of(model)
+    if process_group is None:
+        if mesh is not None and mesh.size() > 1:
+            raise ValueError("process_group=None is for a model of this process alone, but it is spread over ranks")
         return None
     if process_group != "auto":
         return _several([process_group])
-    if isinstance(model, DistributedDataParallel):
-        return _several([model.process_group])
-    mesh = mesh_of(model)
+    # It may be inside: of what torch.compile returns, or of a model of several parts.
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            return _several([module.process_group])
     if mesh is not None:
         return _several([mesh.get_group(dim) for dim in range(mesh.ndim)])
     if dist.get_world_size() > 1:
         raise ValueError(
             "this is one of several processes, but the model is neither wrapped by DistributedDataParallel nor sharded "
-            "by fully_shard. Hand over the wrapped model; or say process_group=torch.distributed.group.WORLD if the "
-            "gradients of these processes are averaged, process_group=None if each trains a model of its own"
+            "by fully_shard. Hand over the wrapped model, not its .module; or say "
+            "process_group=torch.distributed.group.WORLD if the gradients of these processes are averaged, "
+            "process_group=None if each trains a model of its own"
         )
     return None
+
+
+def refuse_several_processes() -> None:
+    """Refuse a measurement from gradients that carry their graph, which is that of this process alone.
+
+    Raises:
+        CurvatureError: If this is one of several processes.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CurvatureError(
+            "this is one of several processes, and backward(create_graph=True) knows the curvature of its own batch "
+            "alone: ranks would drift apart. Remedy: an ordinary loss.backward(), and curvature.measure(batch) before "
+            "it, with curvature = adahessian.Curvature(model, loss_fn, optimizer)"
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself: a pass that is none of the gradient's must not meet the hooks of its wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextmanager
+def past_wrappers(model: nn.Module) -> Iterator[None]:
+    """Go past wrappers inside of a model too."""
+    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        yield
+        return
+
+    def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        return wrapper.module(*args, **kwargs)
+
+    with patch.object(DistributedDataParallel, "forward", forward):
+        yield
 
 
 def _several(groups: Sequence[dist.ProcessGroup]) -> Ranks | None:

@@ -18,6 +18,7 @@ from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessia
 from adahessian.curvature.loss_scale import calling_scaler, scale_of
 from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
+from adahessian.distributed import refuse_several_processes
 from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.settings import Beta2Per, validate
 from adahessian.sharding import agreed, local, local_part, refuse_cut_blocks
@@ -208,9 +209,13 @@ class AdaHessian(Optimizer):
             signs[i] = sign if out is None else signs[i].copy_(sign)
         return signs
 
-    def measured_blocks(self) -> list[Blocks]:
-        """The blocks of :meth:`measured_parameters`."""
-        return [states.blocks(param, group) for param, group, _ in self._parameters() if param.requires_grad]
+    def measured_blocks(self, *, of_shards: bool = False) -> list[Blocks]:
+        """The blocks of :meth:`measured_parameters`, or of the shards of these that are on this rank."""
+        return [
+            states.blocks(local(param) if of_shards else param, group)
+            for param, group, _ in self._parameters()
+            if param.requires_grad
+        ]
 
     def measure_gradients(self, gradients: Sequence[Tensor | None], scale: float | Tensor = 1.0) -> None:
         """Measure the curvature by differentiating gradients once more; their graph is freed.
@@ -346,7 +351,9 @@ class AdaHessian(Optimizer):
         self._warn_if_overdue()
         ready = [self._is_ready(part) for part in stepping]
 
-        measurement, self._measurement = self._measurement, None
+        measurement = self._measurement
+        if any(ready):
+            self._measurement = None
         for part, is_ready in zip(stepping, ready, strict=True):
             part.complete(self.state, self._fusion)
             if is_ready:
@@ -371,6 +378,7 @@ class AdaHessian(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
         if with_graph and self.curvature_due:
+            refuse_several_processes()
             check_twice_differentiable([param.grad for param in with_graph if param.grad is not None])
             scaler = calling_scaler()
             scale = 1.0 if scaler is None else scale_of(scaler, with_graph[0].device)
@@ -392,10 +400,13 @@ class AdaHessian(Optimizer):
 
     def _is_ready(self, part: Stepping) -> bool:
         """Whether a group can step. One that was never measured may be asked to only if nothing would move."""
-        if part.group["measurements"] or self._measurement is not None or not part.params:
+        if part.group["measurements"] or not part.params:
             return True
-        # Checkpoint libraries make the state of a fresh optimizer by a step like this.
-        if part.group["lr"] == 0 or not any(part.gradient(i).any() for i in range(len(part.params))):
+        stands_still = part.group["lr"] == 0
+        if self._measurement is not None:
+            # Checkpoint libraries make the state of a fresh optimizer by such a step, which the measurement outlasts.
+            return not (stands_still and part.is_flat())
+        if stands_still or part.is_flat():
             return False
         raise CurvatureError(
             "no curvature has been measured yet, so AdaHessian cannot step. Before optimizer.step(), call "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from adahessian.averaging import Estimate
+from adahessian.curvature.batches import map_tensors
 from adahessian.curvature.errors import CurvatureError
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ def refuse_cut_blocks(param: Tensor) -> None:
         ValueError: If this is one.
     """
     if is_sharded(param):
+        if param.is_complex():
+            raise ValueError(f"AdaHessian takes no complex parameters that are spread over ranks: {tuple(param.shape)}")
         sharded: Any = param
         shards = [placement for placement in sharded.placements if not placement.is_replicate()]
         if len(shards) > 1 or any(getattr(placement, "dim", None) != 0 for placement in shards):
@@ -111,16 +114,31 @@ def refuse_waiting_gradients(model: nn.Module) -> None:
         groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
         for group in filter(None, groups):
             waiting = any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
-            if waiting or not group.reduce_grads:
+            waiting = waiting or getattr(group, "_partial_reduce_output", None) is not None
+            if waiting or not group.reduce_grads or not group.all_reduce_grads:
                 raise CurvatureError(
-                    "FSDP2 keeps gradients back, by set_requires_gradient_sync(False), and would mix them with those "
-                    "of the curvature pass: measure before that is called and before the first micro-batch"
+                    "FSDP2 keeps gradients back, by set_requires_gradient_sync(False) or "
+                    "set_requires_all_reduce(False), and would mix them with those of the curvature pass: measure "
+                    "before that is called and before the first micro-batch"
+                )
+            if getattr(group, "gradient_divide_factor", None) is not None:
+                raise CurvatureError(
+                    "FSDP2 divides gradients by a factor of yours, so that their mean over ranks is not known. Remedy: "
+                    "leave set_gradient_divide_factor alone, and multiply the loss instead"
                 )
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The ranks that a model's parameters are spread over, if they are."""
     return next((param.device_mesh for param in model.parameters() if is_sharded(param)), None)  # type: ignore[attr-defined]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 let go of what it gathered for a forward pass that no backward has followed, as in an evaluation."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 @contextmanager
@@ -133,6 +151,7 @@ def whole_parameters(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
         The whole of each parameter that is spread over ranks.
     """
     wholes: dict[Tensor, Tensor] = {}
+    reshard(model)
     if mesh_of(model) is None:
         yield wholes
         return
@@ -155,11 +174,26 @@ def _without_sharding_hooks(module: nn.Module) -> Iterator[None]:
     try:
         for name, hooks in before.items():
             own = {key: hook for key, hook in hooks.items() if not _is_of_fsdp(hook)}
+            if name == "_forward_pre_hooks":
+                # As FSDP2 does under its policy of mixed precision; the parameters have their own dtype here.
+                own |= {key: _cast_inputs for key, hook in hooks.items() if _is_of_fsdp(hook)}
             setattr(module, name, type(hooks)(own))
         yield
     finally:
         for name, hooks in before.items():
             setattr(module, name, hooks)
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = next((param.dtype for param in module.parameters()), None)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if dtype is None or state._mp_policy.param_dtype is None or not state._mp_policy.cast_forward_inputs:
+        return args, kwargs
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 def _is_of_fsdp(hook: object) -> bool:

@@ -61,6 +61,12 @@ def complete(state: State, param: Tensor, group: Group) -> None:
 
 def misfit(state: State, param: Tensor, of: Blocks) -> str | None:
     """What is wrong with the shapes of a state, if anything."""
+    if "exp_avg" in state and is_sharded(state["exp_avg"]) != is_sharded(param):
+        spread, whole = ("parameter", "state") if is_sharded(param) else ("state", "parameter")
+        return (
+            f"the {spread} of shape {tuple(param.shape)} is spread over ranks, but its {whole} is not: load such a "
+            "state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
     for key, shape in (("exp_avg", param.shape), ("hessian_rms", of.block_shape)):
         if key in state and state[key].shape != shape:
             return (

@@ -98,6 +98,10 @@ class Stepping:
         assert gradient is not None
         return gradient if self.here[i] is self.params[i] else local(gradient)
 
+    def is_flat(self) -> bool:
+        """Whether all gradients are zero. Reading waits for the device."""
+        return not any(self.gradient(i).any() for i in range(len(self.params)))
+
     def member(self, i: int) -> Member:
         """A parameter as the fused kernels know it; its position is of no account in a step."""
         return self.here[i], self.group, 0

@@ -166,3 +166,13 @@ def test_parameters_of_several_dtypes_have_their_means_apart():
     diagonal, _ = mean.result(None)
     assert {diagonal[param].dtype for param in params} == {torch.float32, torch.float64}
     assert {each.tolist()[0] for each in diagonal.values()} == {7.0}
+
+
+def test_parameters_that_thaw_between_micro_batches_are_refused():
+    model = MLP.model()
+    model[0].requires_grad_(False)
+    curvature = Curvature(model, MLP.loss, AdaHessian(model.parameters()), accumulate=True)
+    curvature.measure(MLP.batch())
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="between the micro-batches"):
+        curvature.measure(MLP.batch())

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from adahessian import AdaHessian, CapturedStep, Curvature
+from adahessian.curvature import loss_scale
+from adahessian.curvature.ways import Found
 from cases import MLP
 
 SETTINGS = {"lr": 0.05, "eps": 1e-2}
@@ -106,3 +108,32 @@ def test_a_captured_step_does_not_scale():
     curvature = Curvature(model, MLP.loss, AdaHessian(model.parameters()), scaler=scaler_of(2.0))
     with pytest.raises(ValueError, match="GradScaler"):
         CapturedStep(curvature)
+
+
+def test_second_derivatives_that_overflow_are_measured_again_with_a_smaller_scale():
+    """Of a scale at which gradients are finite."""
+    exact = measured(exact_loss)
+    for scale in (2.0**30, 2.0**40):
+        found = measured(small_loss, scaler_of(scale))
+        assert (found - exact).norm() < 0.01 * exact.norm(), scale
+
+
+def test_the_scale_of_the_pass_backs_off_and_grows_again(monkeypatch):
+    monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 2)
+    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
+    device, scales = torch.device("cpu"), []
+
+    def measure():
+        scales.append(float(loss(None, torch.ones(()))))
+        return Found(torch.ones(()), [], [torch.full((2,), scales[-1] if scales[-1] < 2.0**8 else torch.inf)])
+
+    for _ in range(3):
+        (diagonal,) = loss.unscaled(measure, device, None).diagonal
+        assert diagonal.tolist() == [1.0, 1.0]
+    assert scales == [2.0**10, 2.0**6, 2.0**6, 2.0**7]
+
+
+def test_what_is_not_a_number_at_any_scale_is_let_go():
+    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
+    found = loss.unscaled(lambda: Found(torch.ones(()), [], [torch.full((2,), torch.nan)]), torch.device("cpu"), None)
+    assert found.diagonal[0].isnan().all()

@@ -9,7 +9,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian import AdaHessian, CapturedStep, Curvature, GaussNewton
+from adahessian import AdaHessian, CapturedStep, Curvature, CurvatureError, GaussNewton
 from adahessian.curvature.sync_batch_norm import sync_batch_norm
 
 SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 4}
@@ -209,6 +209,46 @@ def refused_on_ranks(rank, size):
     assert Curvature(model, loss_fn, optimizer, process_group=None).measure(batch(rank))
 
 
+class Inside(nn.Module):
+    """A model of which DDP wraps a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = DistributedDataParallel(made(mlp), static_graph=True)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def inside_on_ranks(rank, size, compiled):
+    model = torch.compile(DistributedDataParallel(made(mlp)), backend="eager") if compiled else Inside()
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    curvature = Curvature(model, loss_fn, optimizer)
+    return train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(4)))
+
+
+def no_rows_on_ranks(rank, size):
+    """All of rank 1 is padding."""
+    model = DistributedDataParallel(made(mlp))
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    caught = caught_by(optimizer)
+    x, _ = part_of(batch(0), rank, size)
+    GaussNewton(model, lambda model, x: model(x)[: 0 if rank == 1 else None], optimizer).measure(x)
+    return caught
+
+
+def classic_on_ranks(rank, size):
+    model = made(mlp)
+    optimizer = AdaHessian(model.parameters())
+    loss_fn(model, batch(rank)).backward(create_graph=True)
+    with pytest.raises(CurvatureError, match=r"several processes.*curvature\.measure"):
+        optimizer.step()
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(made(with_plain_batch_norm))
+    curvature = Curvature(synchronised, loss_fn, AdaHessian(synchronised.parameters()), process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="cannot be weighted apart"):
+        curvature.measure(batch(0), weight=2.0)
+
+
 def communication_on_ranks(rank, size):
     """The numbers of elements that are sent, measurement by measurement."""
     model = DistributedDataParallel(made(mlp))
@@ -314,6 +354,28 @@ def test_one_reduction_a_measurement_and_none_otherwise(two_ranks):
     blocks = [12 * 2, 12, 3 * 3, 3]
     for sent in two_ranks(communication_on_ranks):
         assert sent == [sum(sizes) + sum(blocks) + len(sizes) + 1] * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrapper_inside_of_the_model_is_gone_past_too(two_ranks, compiled):
+    model = made(mlp)
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    alone = train(model, Curvature(model, loss_fn, optimizer), optimizer, map(batch, range(4)))
+    for params in two_ranks(inside_on_ranks, compiled):
+        torch.testing.assert_close(flat(params), flat(alone), rtol=1e-9, atol=1e-11)
+
+
+def test_a_rank_without_rows_takes_part_with_nothing(two_ranks):
+    model = made(mlp)
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    expected = caught_by(optimizer)
+    GaussNewton(model, lambda model, x: model(x), optimizer).measure(part_of(batch(0), 0, 2)[0])
+    for found in two_ranks(no_rows_on_ranks):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_what_knows_nothing_of_other_ranks_is_refused(two_ranks):
+    two_ranks(classic_on_ranks)
 
 
 def fail_on_one(rank, size):

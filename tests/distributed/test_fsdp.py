@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from adahessian import AdaHessian, Curvature, CurvatureError, GaussNewton, diagnose, param_groups
@@ -27,6 +27,12 @@ class Net(nn.Module):
         x = self.convolution(x).tanh().flatten(1)
         x = self.second(self.first(x).tanh()).tanh()
         return self.last(x)
+
+
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
 
 
 def made():
@@ -157,6 +163,84 @@ def refused_on_ranks(rank, size):
     model.set_requires_gradient_sync(False)
     with pytest.raises(CurvatureError, match="keeps gradients back"):
         curvature.measure(part_of(batch(0), rank, size))
+    model.set_requires_gradient_sync(True)
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(CurvatureError, match="factor of yours"):
+        curvature.measure(part_of(batch(0), rank, size))
+    with pytest.raises(ValueError, match="process_group=None"):
+        GaussNewton(model, logits_fn, AdaHessian(model.parameters()), process_group=None)
+    with pytest.raises(ValueError, match="complex"):
+        AdaHessian(fully_shard(Rotation()).parameters())
+    optimizer = AdaHessian(model.parameters())
+    state = AdaHessian(made().parameters())
+    for param in state.param_groups[0]["params"]:
+        param.grad = torch.zeros_like(param)
+    state.step()
+    with pytest.raises(ValueError, match="set_optimizer_state_dict"):
+        optimizer.load_state_dict(state.state_dict())
+
+
+def caught_by(optimizer):
+    """What an optimizer is fed, on its way in."""
+    caught = []
+    feed = optimizer.feed_curvature
+
+    def catch(diagonal, gradients):
+        caught.extend(diagonal.get(param) for param in optimizer.measured_parameters())
+        feed(diagonal, gradients)
+
+    optimizer.feed_curvature = catch
+    return caught
+
+
+def all_of(tensors):
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def after_evaluation_on_ranks(rank, size, kind):
+    """FSDP2 leaves the root gathered after a forward pass that no backward follows; gradients are waiting."""
+    model = sharded()
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    caught = caught_by(optimizer)
+    each = part_of(batch(0), rank, size)
+    loss_fn(model, each).backward()
+    waiting = all_of(param.grad for param in optimizer.measured_parameters())
+    with torch.no_grad():
+        model(each[0])
+    curvature_by(kind, model, optimizer).measure(each)
+    after = all_of(param.grad for param in optimizer.measured_parameters())
+    torch.testing.assert_close(after, waiting, rtol=0, atol=0)
+    return all_of(caught)
+
+
+def partly_sharded_on_ranks(rank, size):
+    model = made()
+    fully_shard(model.second)
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    caught = caught_by(optimizer)
+    curvature_by("gauss_newton", model, optimizer).measure(part_of(batch(0), rank, size))
+    return all_of(caught)
+
+
+def hooked_on_ranks(rank, size):
+    model = sharded()
+    seen = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.shape))
+    curvature_by("gauss_newton", model, AdaHessian(model.parameters())).measure(part_of(batch(0), rank, size))
+    assert not seen
+    loss_fn(model, part_of(batch(0), rank, size)).backward()
+    assert len(seen) == len(list(model.parameters()))
+
+
+def mixed_precision_on_ranks(rank, size, kind):
+    model = made().float()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    x, y = part_of(batch(0), rank, size)
+    assert curvature_by(kind, model, optimizer).measure((x.bfloat16(), y))
+    loss_fn(model, (x.bfloat16(), y)).backward()
+    optimizer.step()
 
 
 def accumulated_on_ranks(rank, size, kind):
@@ -200,6 +284,41 @@ def test_shards_within_replicas_too(four_ranks, kind):
 def test_weights_are_bit_by_bit_those_of_a_run_without_the_pass(two_ranks, kind):
     for without, with_it in two_ranks(untouched_on_ranks, kind):
         assert torch.equal(without, with_it)
+
+
+@pytest.mark.parametrize("kind", ["auto", "gauss_newton"])
+def test_a_pass_after_an_evaluation_finds_all_of_the_model(two_ranks, kind):
+    model = made()
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    expected = caught_by(optimizer)
+    curvature_by(kind, model, optimizer).measure(batch(0))
+    for found in two_ranks(after_evaluation_on_ranks, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_gauss_newton_of_a_model_that_is_sharded_in_part(two_ranks):
+    model = made()
+    optimizer = AdaHessian(param_groups(model), **SETTINGS)
+    expected = caught_by(optimizer)
+    curvature_by("gauss_newton", model, optimizer).measure(batch(0))
+    for found in two_ranks(partly_sharded_on_ranks):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_hooks_on_parameters_see_gradients_only(two_ranks):
+    two_ranks(hooked_on_ranks)
+
+
+@pytest.mark.parametrize("kind", ["auto", "gauss_newton"])
+def test_a_policy_of_mixed_precision_takes_the_batches_that_it_takes_in_training(two_ranks, kind):
+    two_ranks(mixed_precision_on_ranks, kind)
+
+
+def test_micro_batches_of_gauss_newton_are_averaged(two_ranks):
+    """Each draws labels of its own, so that no single process is the same: ranks agree, and blocks are measured."""
+    first, second = two_ranks(accumulated_on_ranks, "gauss_newton")
+    assert torch.equal(first, second)
+    assert not torch.equal(first, whole(made()))
 
 
 def test_micro_batches_are_averaged(two_ranks):

@@ -11,6 +11,7 @@ from torch import Tensor
 from adahessian.averaging import Blocks
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
 from adahessian.distributed import Ranks
+from adahessian.sharding import local, sharded_like
 
 Measured = tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]
 
@@ -26,10 +27,11 @@ class WeightedMean:
 
     Args:
         params: The parameters, in the order of what is added.
-        blocks: The blocks of each.
+        blocks: The blocks of each; those of the shard on this rank, if shards are added.
     """
 
     def __init__(self, params: Sequence[Tensor], blocks: Sequence[Blocks]) -> None:
+        self.params = list(params)
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, param in enumerate(params):
             alike.setdefault((param.device, accumulation_dtype(param.dtype).to_real()), []).append(i)
@@ -84,7 +86,7 @@ class _Part:
         for i, (values, gradient) in enumerate(zip(diagonal, gradients, strict=True)):
             if values is None or gradient is None:
                 continue
-            values, gradient = as_reals(values), as_reals(gradient)
+            values, gradient = as_reals(local(values)), as_reals(local(gradient))
             self._elements[i].add_(values, alpha=weight)
             self._touched[i].add_(self._blocks[i].average((values.ne(0) | gradient.ne(0)).to(values), "magnitude"))
             self._took_part[i] += 1
@@ -104,6 +106,10 @@ class _Part:
                 # As if it were a gradient: one value for all elements of a block.
                 spread = torch.empty_like(elements)
                 of.view(spread).copy_(of.expand(blocks))
-                diagonal[param], touched[param] = (
-                    torch.complex(*each) if param.is_complex() else each for each in (elements, spread)
-                )
+                diagonal[param], touched[param] = (_in_form_of(param, each) for each in (elements, spread))
+
+
+def _in_form_of(param: Tensor, reals: Tensor) -> Tensor:
+    if param.is_complex():
+        return torch.complex(*reals)
+    return reals if reals.shape == param.shape else sharded_like(param, reals, param.shape)

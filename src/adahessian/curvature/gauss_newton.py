@@ -28,8 +28,8 @@ from adahessian.curvature.hutchinson import accumulation_dtype, refuse_sparse
 from adahessian.curvature.isolation import untouched
 from adahessian.curvature.labels import draw_labels
 from adahessian.curvature.passes import CurvaturePass, Model
-from adahessian.distributed import Ranks
-from adahessian.sharding import is_sharded, refuse_waiting_gradients
+from adahessian.distributed import Ranks, past_wrappers
+from adahessian.sharding import is_sharded, refuse_waiting_gradients, reshard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,21 +112,26 @@ class GaussNewton(CurvaturePass[Model]):
         self._micro_batch = self._micro_batch + 1 if self._goes_on else 0
         diagonal: list[Tensor | None] = [None] * len(params)
         gradients: Sequence[Tensor | None] = diagonal
-        with torch.enable_grad(), untouched(self.model):
+        if sharded:
+            reshard(self.model)
+            refuse_waiting_gradients(self.model)
+        with torch.enable_grad(), untouched(self.model), past_wrappers(self.model):
             logits = self._logits(part)
+            weight = weight if len(logits) else 0.0
             first_row, total_weight = 0, weight
             if self.ranks is not None:
                 first_row, total_weight = self.ranks.place_among(len(logits), weight, logits.device)
-            # The square of the sum over ranks is then the diagonal of the weighted mean.
-            scale = math.sqrt(weight / (total_weight * len(logits))) if total_weight else math.nan
+            # The square of the sum over ranks is then the diagonal of the weighted mean. This is the root of what makes
+            # a sum a mean: in low precision the gradients of a mean would vanish.
+            scale = math.sqrt(weight / (total_weight * max(len(logits), 1))) if total_weight else math.nan
             for draw in range(draws):
                 if draw and sharded:  # a backward pass through FSDP2 cannot be repeated
                     logits = self._logits(part)
-                loss = self._drawn_loss(logits, self._micro_batch * draws + draw, first_row)
+                loss = scale * self._drawn_loss(logits, self._micro_batch * draws + draw, first_row)
                 if sharded:
-                    gradients = self._through_fsdp(loss * scale, params)
+                    gradients = self._through_fsdp(loss, params)
                 else:
-                    gradients = self._alone(loss, scale, params, retain_graph=draw + 1 < draws)
+                    gradients = self._alone(loss, params, retain_graph=draw + 1 < draws)
                 for i, gradient in enumerate(gradients):
                     if gradient is not None:
                         diagonal[i] = _plus_squares(diagonal[i], gradient, 1 / draws)
@@ -137,34 +142,38 @@ class GaussNewton(CurvaturePass[Model]):
     def _logits(self, part: Any) -> Tensor:
         """Logits of shape (rows, classes), with their graph."""
         logits = self.logits_fn(self.model, part)
-        _check(logits)
+        # Other ranks would wait for one that has no rows and raises.
+        _check(logits, least_rows=1 if self.ranks is None else 0)
         return logits.flatten(0, -2).to(accumulation_dtype(logits.dtype))
 
     def _drawn_loss(self, logits: Tensor, draw: int, first_row: int) -> Tensor:
         group = self.optimizer.param_groups[0]
         labels = draw_labels(logits, group["seed"], group["measurements"], draw, first_row)
-        # The sum rather than the mean: in low precision small gradients would vanish.
         return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
-    def _alone(
-        self, loss: Tensor, scale: float, params: Sequence[Tensor], *, retain_graph: bool
-    ) -> Sequence[Tensor | None]:
+    def _alone(self, loss: Tensor, params: Sequence[Tensor], *, retain_graph: bool) -> Sequence[Tensor | None]:
         """Gradients past all wrappers, then their sums over ranks."""
         gradients = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
         for gradient in gradients:
             refuse_sparse(gradient)
-        scaled = [g if g is None else g.to(accumulation_dtype(g.dtype)) * scale for g in gradients]
         if self.ranks is None:
-            return scaled
-        return self.ranks.sum_each(scaled, params)
+            return gradients
+        wide = [g if g is None else g.to(accumulation_dtype(g.dtype)) for g in gradients]
+        return self.ranks.sum_each(wide, params)
 
     def _through_fsdp(self, loss: Tensor, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Gradients by the ordinary backward pass of FSDP2, which spreads their mean over ranks."""
-        refuse_waiting_gradients(self.model)
-        (loss * (1 if self.ranks is None else self.ranks.size)).backward()
+        size = 1 if self.ranks is None else self.ranks.size
+        (loss * size).backward()
         gradients = [param.grad for param in params]
         for param in params:
             param.grad = None
+        # What FSDP2 does not spread it does not sum either.
+        own = [i for i, param in enumerate(params) if not is_sharded(param)]
+        if self.ranks is not None and own:
+            parts = [None if (g := gradients[i]) is None else g.to(accumulation_dtype(g.dtype)) / size for i in own]
+            for i, total in zip(own, self.ranks.sum_each(parts, [params[i] for i in own]), strict=True):
+                gradients[i] = total
         return gradients
 
 
@@ -175,12 +184,13 @@ def _plus_squares(squares: Tensor | None, gradient: Tensor, share: float) -> Ten
     return new * share if squares is None else squares + new * share
 
 
-def _check(logits: object) -> None:
+def _check(logits: object, *, least_rows: int = 1) -> None:
     if not isinstance(logits, Tensor):
         raise CurvatureError(
             f"logits_fn must return the logits alone, as a tensor, but returned a {type(logits).__name__}"
         )
-    if not logits.is_floating_point() or logits.dim() < 2 or logits.shape[-1] < 2 or not logits.numel():
+    has_classes = logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
+    if not has_classes or logits[..., 0].numel() < least_rows:
         raise CurvatureError(
             "logits_fn must return real logits of shape (..., classes), of at least one row and two classes, but "
             f"returned a {logits.dtype} tensor of shape {tuple(logits.shape)}: a single logit x of two classes is "

@@ -102,14 +102,15 @@ def _remember_buffers(model: nn.Module) -> Callable[[], None]:
 @contextmanager
 def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
     """Keep the user's hooks on gradients from being run on what is no gradient of theirs."""
-    hooked = [(param, param._backward_hooks) for param in params if param._backward_hooks]
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [(param, kind, getattr(param, kind)) for param in params for kind in kinds if getattr(param, kind, None)]
     try:
-        for param, _ in hooked:
-            param._backward_hooks = None
+        for param, kind, _ in hooked:
+            setattr(param, kind, None)
         yield
     finally:
-        for param, hooks in hooked:
-            param._backward_hooks = hooks
+        for param, kind, hooks in hooked:
+            setattr(param, kind, hooks)
 
 
 @contextmanager

@@ -8,41 +8,78 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from adahessian.distributed import Ranks
+
+if TYPE_CHECKING:
+    from adahessian.curvature.ways import Found
+
+
+# A scale that overflows is divided by 16, and tried again so often: float16 has not much more range than that.
+_BACK_OFF = 16.0
+_MOST_TRIES = 8
+# After so many measurements without an overflow it is doubled.
+_GROWTH_INTERVAL = 100
+
 
 class ScaledLoss:
-    """A loss, multiplied by what a scaler multiplies losses by.
+    """A loss, multiplied by a scale of its own, which begins with that of a scaler.
+
+    A scaler raises its scale until gradients overflow. Second derivatives are larger, and overflow before that.
 
     Args:
         loss_fn: The loss, of a model and a batch.
-        scaler: The scaler; None leaves the loss as it is.
+        scaler: The scaler; None, or one that is not enabled, leaves the loss as it is.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], scaler: GradScaler | None) -> None:
         self._loss_fn = loss_fn
-        self._scaler = scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._number: float | None = None
+        self._since_overflow = 0
         self._scale: Tensor | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, scaled."""
         loss = self._loss_fn(model, batch)
-        return loss if self._scale is None or not isinstance(loss, Tensor) else loss * self._scale
+        return loss if self._scale is None or not isinstance(loss, Tensor) else loss * self._scale.to(loss.device)
 
-    def renew(self, device: torch.device) -> None:
-        """Ask the scaler. A tensor stays a tensor: compiled code is not compiled anew for another number."""
-        if self._scaler is not None:
-            self._scale = scale_of(self._scaler, device)
+    def unscaled(self, measure: Callable[[], Found], device: torch.device, ranks: Ranks | None) -> Found:
+        """What a pass finds, without the scale: once more, with a smaller one, where it overflows.
 
-    def divided(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """What the derivatives would be without the scale."""
-        if self._scale is None:
-            return tensors
-        return [tensor if tensor is None else tensor / self._scale for tensor in tensors]
+        Args:
+            measure: The pass.
+            device: Where it runs.
+            ranks: Those that must agree on whether it is done once more.
+        """
+        if self._scaler is None:
+            return measure()
+        if self._number is None:
+            self._number = self._scaler.get_scale()
+        for attempt in range(_MOST_TRIES):
+            # A tensor: compiled code is not compiled anew for another number.
+            scale = self._scale = torch.full((), self._number, device=device)
+            found = measure()
+            diagonal = [values for values in found.diagonal if values is not None]
+            finite = torch.stack([values.isfinite().all().to(device) for values in diagonal])
+            overflow = finite.all().logical_not().float()
+            # The scaler reads such a number in every step: another one does no harm.
+            if not (overflow if ranks is None else ranks.sum_(overflow)).item():
+                self._since_overflow += 1
+                break
+            if attempt + 1 < _MOST_TRIES:
+                self._number /= _BACK_OFF
+                self._since_overflow = 0
+        for values in diagonal:
+            values /= scale.to(values.device)
+        if self._since_overflow >= _GROWTH_INTERVAL:
+            self._number, self._since_overflow = 2 * self._number, 0
+        return found
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:

@@ -12,7 +12,9 @@ from torch.amp import GradScaler
 from adahessian.curvature.engine import PRODUCTS, Engine, ProductName
 from adahessian.curvature.loss_scale import ScaledLoss
 from adahessian.curvature.passes import CurvaturePass, Model
+from adahessian.curvature.sync_batch_norm import communicates
 from adahessian.curvature.ways import Problem
+from adahessian.distributed import past_wrappers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,8 +44,9 @@ class Curvature(CurvaturePass[Model]):
         compile: Whether the pass is compiled, as one function; None does so on a GPU, for models that repay it.
         tangent_dtype: ``torch.bfloat16`` lets a compiled pass round the operands of those products that only feed
             ``H z``: faster, and the gradient of the same pass keeps every bit.
-        scaler: The ``GradScaler`` of a loop in float16. The pass multiplies its loss by the same scale, so that small
-            derivatives do not vanish, and divides the curvature by it: that does not depend on the scale.
+        scaler: The ``GradScaler`` of a loop in float16. The pass multiplies its loss by a scale of its own, which
+            begins with the scaler's and backs off where second derivatives overflow, so that small ones do not vanish,
+            and divides the curvature by it: that does not depend on the scale.
         accumulate: Whether every call of :meth:`measure` until the next step is measured, with the same probes, and
             their mean counts, as for the micro-batches of an accumulated gradient; otherwise the first alone counts.
         process_group: The processes whose gradients are averaged, and with them the curvature. ``"auto"`` takes those
@@ -108,7 +111,9 @@ class Curvature(CurvaturePass[Model]):
         return self._engine
 
     def _measure(self, part: Any, weight: float) -> None:
-        self._scaled_loss.renew(next(self.model.parameters()).device)
-        with self._problem.gathered():
-            found = self._engine.measure(part)
-        self.feed(self._scaled_loss.divided(found.diagonal), found.gradients, weight=weight)
+        if weight != 1 and communicates(self.model):
+            raise ValueError("SyncBatchNorm makes one objective of all ranks, in which they cannot be weighted apart")
+        device = next(self.model.parameters()).device
+        with self._problem.gathered(), past_wrappers(self.model):
+            found = self._scaled_loss.unscaled(lambda: self._engine.measure(part), device, self.ranks)
+        self.feed(found.diagonal, found.gradients, weight=weight)

@@ -15,6 +15,7 @@ from adahessian.curvature.batches import slice_batch
 from adahessian.curvature.stopwatch import Stopwatch
 from adahessian.distributed import Ranks, ranks_of, refuse_flattened, unwrapped
 from adahessian.settings import is_integer, is_number
+from adahessian.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +104,8 @@ class CurvaturePass(ABC, Generic[Model]):
             Whether it measured.
 
         Raises:
-            CurvatureError: If the curvature cannot be had from this model. Nothing has changed then.
+            CurvatureError: If the curvature cannot be had from this model. Nothing has changed then. Of several
+                processes the others wait for this one: let it end.
             ValueError: If the batch cannot be sliced, or the weight is negative.
         """
         if not (is_number(weight) and 0 <= weight < math.inf):
@@ -134,7 +136,13 @@ class CurvaturePass(ABC, Generic[Model]):
             )
             return
         if self._mean is None or not self._goes_on:
-            self._mean = WeightedMean(params, self.optimizer.measured_blocks())
+            in_shards = any(values is not None and is_sharded(values) for values in diagonal)
+            self._mean = WeightedMean(params, self.optimizer.measured_blocks(of_shards=in_shards))
+        if list(map(id, params)) != list(map(id, self._mean.params)):
+            raise ValueError(
+                "parameters were frozen, thawed or added between the micro-batches of a step: do that after "
+                "optimizer.step()"
+            )
         self._mean.add(diagonal, gradients, weight)
         if self.accumulate:
             self.optimizer.await_curvature(self._complete)
