@@ -38,9 +38,10 @@ class CapturedStep:
     ``optimizer.step()``. A batch of another shape runs uncaptured until that shape has come often. With the curvature
     on the whole batch, gradient and curvature come from one pass; on a part of it, from two that run side by side.
 
-    Gradients are replaced, not added to, and nothing comes between them and the update: neither clipping nor hooks.
-    Those left in ``param.grad`` are overwritten by the next step. What ``loss_fn`` reads from Python objects,
-    other than the batch and the modes of modules, is captured as it was.
+    Gradients are replaced, not added to, and hooks on parameters do not see them. To clip them before the update, do so
+    in a hook of the optimizer, ``optimizer.register_step_pre_hook``. Those left in ``param.grad`` are overwritten by
+    the next step. What ``loss_fn`` reads from Python objects, other than the batch and the modes of modules, is captured
+    as it was.
 
     Args:
         curvature: The curvature pass, with its model, loss and optimizer. Whether to compile is its setting.

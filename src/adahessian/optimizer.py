@@ -411,7 +411,8 @@ class AdaHessian(Optimizer):
         raise CurvatureError(
             "no curvature has been measured yet, so AdaHessian cannot step. Before optimizer.step(), call "
             "curvature.measure(batch), with curvature = adahessian.Curvature(model, loss_fn, optimizer), or replace "
-            "loss.backward() by loss.backward(create_graph=optimizer.curvature_due)."
+            "loss.backward() by loss.backward(create_graph=optimizer.curvature_due). In a trainer, see "
+            "adahessian.integrations."
         )
 
     def _step_group(self, part: Stepping, measurement: Measurement | None) -> None:

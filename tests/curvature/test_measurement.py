@@ -520,3 +520,25 @@ def test_the_optimizer_inside_of_a_wrapper_is_fed():
     assert curvature.optimizer is optimizer
     assert curvature.measure(MLP.batch())
     assert not optimizer.curvature_due
+
+
+def test_lists_with_an_entry_for_each_example_are_sliced_with_the_tensors():
+    batch = {
+        "text": ["a", "b", "c", "d"],
+        "y": torch.zeros(4),
+        "options": ["mean"],
+        "pair": (torch.zeros(4), ["e"] * 4),
+    }
+    sliced = slice_batch(batch, 0.5)
+    assert (sliced["text"], sliced["options"], sliced["pair"][1]) == (["a", "b"], ["mean"], ["e", "e"])
+    assert batch["text"] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [(nn.CrossEntropyLoss(), "CrossEntropyLoss takes outputs"), (lambda batch: 0, "other arguments")],
+)
+def test_a_loss_that_does_not_take_a_model_and_a_batch_is_refused_at_once(function, said):
+    model = MLP.model()
+    with pytest.raises(TypeError, match=rf"loss_fn\(model, batch\), but {said}"):
+        Curvature(model, function, AdaHessian(model.parameters()))

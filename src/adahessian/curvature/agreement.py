@@ -52,7 +52,7 @@ def reference(problem: Problem, part: object) -> Reference | None:
 
 
 def agreement(
-    problem: Problem, part: object, found: Found, way: Way, expected: Reference | None, *, rounded: bool
+    problem: Problem, part: object, found: Found, way: Way, expected: Reference | None, *, rounded: bool, compiled: bool
 ) -> str:
     """How well a product agrees with double backward, in words.
 
@@ -64,6 +64,7 @@ def agreement(
             off: the compiler may draw random numbers in another order.
         expected: What to compare with.
         rounded: Whether the product was rounded on purpose.
+        compiled: Whether it was compiled.
 
     Raises:
         UnfitError: If it does not agree.
@@ -85,7 +86,8 @@ def agreement(
             f"it differs from double backward by {overall:.1%} in norm, by {worst:.1%} for a single parameter, so that "
             "an operation of the model is differentiated wrongly"
         )
-    return f"within {overall:.1g} of double backward"
+    how = ", compared without the compiler as the loss is random" if expected.is_random and compiled else ""
+    return f"within {overall:.1g} of double backward{how}"
 
 
 def errors(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> tuple[float, float]:

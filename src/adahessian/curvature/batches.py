@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What a list may have one of for each example.
+_PLAIN = (str, bytes, int, float)
+
 
 def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     """The first part of a batch along its batch dimension.
 
-    Tensors inside tuples, named tuples, lists and mappings are sliced, at least one example each; everything else, and
-    tensors that have no such dimension, is passed on as it is.
+    Tensors inside tuples, named tuples, lists and mappings are sliced, at least one example each, and so are lists that
+    have an entry, such as a text, for each example; everything else, and tensors that have no such dimension, is passed
+    on as it is.
 
     Raises:
         ValueError: If there is no tensor to slice, or the tensors disagree about the size of the batch.
@@ -36,7 +40,27 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
             "batch_dim, or slice the batch yourself and set batch_fraction=1.0"
         )
     length = math.ceil(fraction * sizes.pop() - 1e-9)  # 0.07 * 100 is a little more than 7
-    return map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
+    size = next(tensor.shape[dim] for tensor in tensors_of(batch) if tensor.dim() > dim)
+    sliced = map_tensors(lambda tensor: tensor.narrow(dim, 0, length) if tensor.dim() > dim else tensor, batch)
+    return _cut_lists(sliced, size, length) if dim == 0 else sliced
+
+
+def _cut_lists(batch: Any, size: int, length: int) -> Any:
+    """Lists of as many texts or numbers as there are examples, cut as the tensors are."""
+    if (
+        isinstance(batch, list)
+        and len(batch) == size
+        and all(isinstance(part, (str, bytes, int, float)) for part in batch)
+    ):
+        return batch[:length]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_cut_lists(part, size, length) for part in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_cut_lists(part, size, length) for part in batch)
+    if isinstance(batch, MutableMapping):
+        for key, part in batch.items():
+            batch[key] = _cut_lists(part, size, length)
+    return batch
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:

@@ -206,7 +206,7 @@ class Engine:
         except Exception as error:  # whatever the compiler stumbles over
             raise UnfitError(first_line(error)) from error
         plain = functional(problem, uncompiled(problem, product), compiled=False)
-        words = agreement(problem, part, found, plain, expected, rounded=self._tangent_dtype is not None)
+        words = agreement(problem, part, found, plain, expected, rounded=self._tangent_dtype is not None, compiled=True)
         return Choice(f"compiled {_in_words(product)}, {words}", way, is_compiled=True)
 
     def _checked(self, part: Any, way: Way, expected: Reference | None) -> Choice:
@@ -220,7 +220,7 @@ class Engine:
                 raise
             raise CurvatureError(f"no {_in_words(self.product)}: {error} Or take product='auto'.") from error
         try:
-            words = agreement(self._problem, part, found, way, expected, rounded=rounded)
+            words = agreement(self._problem, part, found, way, expected, rounded=rounded, compiled=False)
         except UnfitError as unfit:
             raise CurvatureError(f"no {_in_words(self.product)}: {unfit}. Remedy: product='auto'.") from unfit
         return Choice(f"{_in_words(self.product)}, {words}", way)

@@ -27,9 +27,10 @@ _REMEDIES = (
     ),
     (
         r"Trying to backward through the graph a second time|modified by an inplace operation",
-        "keep the graph until optimizer.step(): call backward(create_graph=optimizer.curvature_due) once a step, and "
-        "change neither parameters nor saved tensors in between; where two optimizers share one loss, let "
-        "adahessian.Curvature measure for each",
+        "a loss_fn must return the loss without calling backward. In a loop without Curvature keep the graph until "
+        "optimizer.step(): call backward(create_graph=optimizer.curvature_due) once a step, and change neither "
+        "parameters nor saved tensors in between; where two optimizers share one loss, let adahessian.Curvature "
+        "measure for each",
     ),
 )
 _OTHERWISE = "replace the operation by one that torch can differentiate twice, or freeze the parameters before it"

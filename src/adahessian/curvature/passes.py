@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class CurvaturePass(ABC, Generic[Model]):
                 f"{type(self).__name__} takes (model, {self.function_name}, optimizer): a torch.nn.Module, a function "
                 f"of the model and a batch, and an AdaHessian, but got {found}"
             )
+        _refuse_other_arguments(self.function_name, function)
         if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
             raise ValueError(f"Invalid batch_fraction: {batch_fraction!r}. It must be above 0 and at most 1.")
         if not (is_integer(batch_dim) and batch_dim >= 0):
@@ -167,3 +169,20 @@ class CurvaturePass(ABC, Generic[Model]):
     @abstractmethod
     def _measure(self, part: Any, weight: float) -> None:
         """Measure on this part of a batch, and feed what was found."""
+
+
+def _refuse_other_arguments(name: str, function: Any) -> None:
+    """Refuse a function that does not take a model and a batch, such as a loss of torch.nn."""
+    try:
+        inspect.signature(function).bind(object(), object())
+    except ValueError:  # one that Python knows nothing about
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called as {name}(model, batch), but this one takes other arguments: {error}"
+        ) from error
+    if isinstance(function, nn.modules.loss._Loss):
+        raise TypeError(
+            f"{name} is called as {name}(model, batch), but {type(function).__name__} takes outputs and targets: write "
+            f"lambda model, batch: {type(function).__name__}()(model(batch[0]), batch[1])"
+        )

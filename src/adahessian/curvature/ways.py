@@ -255,6 +255,6 @@ def _check(loss: object) -> None:
     if not loss.requires_grad:
         raise CurvatureError(
             "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
-            ".detach() or .item(), and at least one parameter must require a gradient"
+            "torch.inference_mode(), .detach() or .item(), and at least one parameter must require a gradient"
         )
     check_twice_differentiable([loss])
