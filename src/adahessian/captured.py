@@ -40,8 +40,8 @@ class CapturedStep:
 
     Gradients are replaced, not added to, and hooks on parameters do not see them. To clip them before the update, do so
     in a hook of the optimizer, ``optimizer.register_step_pre_hook``. Those left in ``param.grad`` are overwritten by
-    the next step. What ``loss_fn`` reads from Python objects, other than the batch and the modes of modules, is captured
-    as it was.
+    the next step. What ``loss_fn`` reads from Python objects, other than the batch and the modes of modules, is
+    captured as it was.
 
     Args:
         curvature: The curvature pass, with its model, loss and optimizer. Whether to compile is its setting.
