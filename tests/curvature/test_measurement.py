@@ -536,7 +536,7 @@ def test_lists_with_an_entry_for_each_example_are_sliced_with_the_tensors():
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [(nn.CrossEntropyLoss(), "CrossEntropyLoss takes outputs"), (lambda batch: 0, "takes other arguments")],
+    [(nn.CrossEntropyLoss(), "CrossEntropyLoss takes outputs"), (lambda batch: 0, "this one takes other arguments")],
 )
 def test_a_loss_that_does_not_take_a_model_and_a_batch_is_refused_at_once(function, said):
     model = MLP.model()
