@@ -1,0 +1,156 @@
+"""What people train with, on every device there is: float16, micro-batches, sparse tables, wrappers, the range test."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from adahessian import AdaHessian, Curvature, DenseAndSparse, GaussNewton, diagnose, suggest_lr
+from cases import ATTENTION, BATCH_NORM, MLP, RECURRENT
+from test_sparse import Ranker, make_batch
+from test_sparse import loss_fn as ranker_loss
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 2, "update_every": 2}
+
+
+def on(device, case, dtype=torch.float64):
+    model = case.model(dtype).to(device)
+    return model, AdaHessian(model.parameters(), **SETTINGS)
+
+
+def batch_on(device, case, seed=1, dtype=torch.float64):
+    return tuple(part.to(device) for part in case.batch(dtype, seed))
+
+
+def values(model):
+    return torch.cat([param.detach().flatten().cpu().double() for param in model.parameters()])
+
+
+def step(model, curvature, optimizer, batch, loss_fn):
+    curvature.measure(batch)
+    optimizer.zero_grad()
+    loss = loss_fn(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.fixture
+def alone(tmp_path, request):
+    """A process group of one."""
+    device = request.getfixturevalue("device")
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@on_devices
+@pytest.mark.parametrize("case", [MLP, ATTENTION], ids=str)
+def test_float16_with_a_scaler_learns_and_drops_nothing(device, case):
+    model, optimizer = on(device, case, torch.float32)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12, growth_interval=5)
+
+    def loss_fn(model, batch):
+        with torch.autocast(device, torch.float16):
+            return case.loss(model, batch)
+
+    curvature = Curvature(model, loss_fn, optimizer, scaler=scaler)
+    batch = batch_on(device, case, dtype=torch.float32)
+    losses = []
+    for _ in range(40):
+        curvature.measure(batch)
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert optimizer.dropped_measurements == 0
+
+
+@on_devices
+@pytest.mark.parametrize("case", [MLP, ATTENTION, RECURRENT], ids=str)
+def test_micro_batches_are_the_whole_batch(device, case):
+    results = []
+    for parts in (1, 2):
+        model, optimizer = on(device, case)
+        curvature = Curvature(model, case.loss, optimizer, accumulate=True)
+        for number in range(4):
+            x, y = batch_on(device, case, number)
+            optimizer.zero_grad()
+            for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                curvature.measure(part)
+                (case.loss(model, part) / parts).backward()
+            optimizer.step()
+        results.append(values(model))
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+@on_devices
+@pytest.mark.parametrize("sparse", ["adagrad", "sparse_adam"])
+def test_sparse_tables_go_the_way_of_the_host(device, sparse):
+    results = []
+    for place in ("cpu", device):
+        model = Ranker(torch.float64).to(place)
+        optimizer = DenseAndSparse(model, sparse=sparse, lr=0.05, eps=1e-2)
+        curvature = Curvature(model, ranker_loss, optimizer)
+        for number in range(4):
+            batch = tuple(part.to(place) for part in make_batch(number, dtype=torch.float64))
+            step(model, curvature, optimizer, batch, ranker_loss)
+        results.append(values(model))
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9)
+
+
+@on_devices
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["exact", "gauss_newton"])
+def test_a_wrapped_model_of_one_process_is_the_plain_one(device, wrap, kind, alone):
+    results = []
+    for wrapped in (False, True):
+        model, _ = on(device, MLP)
+        model = wrap(model) if wrapped else model
+        optimizer = AdaHessian(model.parameters(), **SETTINGS)
+        if kind == "exact":
+            curvature = Curvature(model, MLP.loss, optimizer)
+        else:
+            curvature = GaussNewton(model, lambda model, batch: model(batch[0]), optimizer)
+        for number in range(4):
+            step(model, curvature, optimizer, batch_on(device, MLP, number), MLP.loss)
+        params = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+        results.append(torch.cat([param.detach().flatten() for param in params]))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+@on_devices
+def test_the_range_test_takes_everything_back(device):
+    model, optimizer = on(device, BATCH_NORM, torch.float32)
+    curvature = Curvature(model, BATCH_NORM.loss, optimizer)
+    batches = [batch_on(device, BATCH_NORM, number, torch.float32) for number in range(4)]
+    step(model, curvature, optimizer, batches[0], BATCH_NORM.loss)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    assert suggest_lr(curvature, batches, steps=20).suggestion > 0
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+
+
+@on_devices
+def test_diagnostics_are_those_of_the_host(device):
+    reports = []
+    for place in ("cpu", device):
+        model, optimizer = on(place, MLP)
+        curvature = Curvature(model, MLP.loss, optimizer)
+        for number in range(3):
+            step(model, curvature, optimizer, batch_on(place, MLP, number), MLP.loss)
+        reports.append(diagnose(curvature))
+        assert reports[-1].pop("curvature_seconds") > 0
+    assert reports[1] == pytest.approx(reports[0], rel=1e-5)
