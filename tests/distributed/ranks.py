@@ -49,7 +49,7 @@ class Ranks:
 
     def _answer(self, pipe):
         try:
-            if not pipe.poll(300):
+            if not pipe.poll(600):
                 return None, "no answer"
             return pipe.recv()
         except EOFError:
@@ -65,7 +65,7 @@ def _work(rank, size, meeting, pipe):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
     while True:
         try:
