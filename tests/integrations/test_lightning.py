@@ -542,7 +542,7 @@ def test_the_library_of_the_other_name_is_taken_where_it_is_in_use(monkeypatch):
 # Processes of their own -------------------------------------------------------------------------------------------
 
 
-def run(*command, folder, seconds=120):
+def run(*command, folder, seconds=300):
     """What a command of Python prints, run in a folder that is not the repository."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
