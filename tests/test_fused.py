@@ -207,3 +207,11 @@ def test_the_kernels_need_a_gpu_that_triton_knows_and_a_compiler_of_c(monkeypatc
     assert find(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert not find(torch.device("cuda"))
+
+
+def test_a_stride_of_a_dimension_of_size_one_means_nothing():
+    from adahessian.fused import _strided
+
+    kernel = torch.empty_strided((4, 1, 1, 1), (1, 1, 4, 4))
+    assert _strided(kernel, (1, 1, 1, 1)) is kernel
+    assert _strided(torch.zeros(2, 3), (1, 2)).stride() == (1, 2)

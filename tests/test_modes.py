@@ -39,14 +39,23 @@ def by_loop(device: str, case: Case, **settings) -> list[Tensor]:
         optimizer.zero_grad()
         case.loss(model, batch).backward()
         optimizer.step()
+    assert_as_asked(curvature, case, batch, settings)
     return all_values(model)
+
+
+def assert_as_asked(curvature: Curvature, case: Case, batch: object, settings: dict[str, object]) -> None:
+    """What was to be compiled is: a fallback would pass every comparison. Torch compiles no recurrent layer."""
+    if settings.get("compile") and case is not RECURRENT:
+        assert curvature.engine.choice(batch).is_compiled
 
 
 def by_step(device: str, case: Case, *, capture: bool, **settings) -> list[Tensor]:
     model, batch, optimizer = on(device, case)
-    step = CapturedStep(Curvature(model, case.loss, optimizer, **settings), capture=capture)
+    curvature = Curvature(model, case.loss, optimizer, **settings)
+    step = CapturedStep(curvature, capture=capture)
     for _ in range(STEPS):
         step(batch)
+    assert_as_asked(curvature, case, batch, settings)
     return all_values(model)
 
 

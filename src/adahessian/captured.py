@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -267,8 +268,10 @@ class _Graphs:
             there.wait_stream(here)
             with random_streams_untouched(devices_of(self._model)), torch.cuda.stream(there):
                 found = graph.replay()
-            loss = self._replay_gradient()
-            here.wait_stream(there)
+            try:
+                loss = self._replay_gradient()
+            finally:
+                here.wait_stream(there)
             self._curvature.feed(found.diagonal, found.gradients)
             return loss
         return self._replay_gradient()
@@ -286,7 +289,8 @@ class _Graphs:
         if self._found is None:
             self._probes = [self._optimizer.draw_probes(probe) for probe in probes]
             # The choice is made, and compiled, outside of any capture.
-            compute = self._engine.choice(part).compute
+            with _weights_cast_anew():
+                compute = self._engine.way(part)
             self._found = _Graph(lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model)
             if not self._found.is_random and _buffers_are_only_written(self._model):
                 # On a part of the batch kernels are short: beside those of the gradient they take next to no time.
@@ -312,19 +316,30 @@ class _Graph(Generic[Result]):
             with values_restored(model):
                 here, there = _host_random_states(), torch.cuda.get_rng_state()
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(_REHEARSALS - 1):
-                        function()
-                    with _waiting_forbidden():
-                        function()
-                torch.cuda.current_stream().wait_stream(stream)
+                try:
+                    with torch.cuda.stream(stream):
+                        with _failing_means_uncaptured():
+                            for _ in range(_REHEARSALS - 1):
+                                function()
+                        with _waiting_forbidden():
+                            function()
+                finally:
+                    # Buffers are put back next, and not while they are written to.
+                    torch.cuda.current_stream().wait_stream(stream)
                 self.is_random = not torch.equal(there, torch.cuda.get_rng_state())
                 if here != _host_random_states():
                     raise _CannotCaptureError("it draws random numbers on the host, which a graph would freeze")
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads, such as those that load data, may go on as they like.
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self._result = function()
+            here_again = torch.cuda.current_stream()
+            try:
+                # Other threads, such as those that load data, may go on as they like.
+                with (
+                    _failing_means_uncaptured(),
+                    torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+                ):
+                    self._result = function()
+            finally:
+                torch.cuda.set_stream(here_again)  # a capture that fails may leave its own behind
 
     def replay(self) -> Result:
         """Launch it all again."""
@@ -337,11 +352,24 @@ class _CannotCaptureError(Exception):
 
 
 @contextmanager
+def _failing_means_uncaptured() -> Iterator[None]:
+    """What fails here is done uncaptured, where an error of the user's own will come again."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the compiler, or the capture, stumbles over
+        raise _CannotCaptureError(first_line(error)) from error
+
+
+@contextmanager
 def _waiting_forbidden() -> Iterator[None]:
     """Raise where the host would wait for the device, which a capture does not survive."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     except torch.OutOfMemoryError:
         raise
@@ -355,6 +383,10 @@ def _waiting_forbidden() -> Iterator[None]:
 def _weights_cast_anew() -> Iterator[None]:
     """Keep autocast from handing out weights that it has cast before: a graph would see those for ever."""
     before = torch.is_autocast_cache_enabled()
+    if not torch.is_autocast_enabled("cuda"):
+        # Inside of the loss autocast forgets by itself. The compiler would compile anew for another state of the cache.
+        yield
+        return
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()
     try:

@@ -275,7 +275,8 @@ def _can_take(param: Tensor, of: Blocks, state: State | None) -> bool:
     if not state:
         return True
     exp_avg = state["exp_avg"]
-    return bool(exp_avg.dtype == param.dtype and exp_avg.device == param.device and exp_avg.stride() == param.stride())
+    alike = exp_avg.dtype == param.dtype and exp_avg.device == param.device and exp_avg.stride() == param.stride()
+    return bool(alike and state["hessian_rms"].is_contiguous())
 
 
 def _is_channels_last(param: Tensor, of: Blocks) -> bool:
@@ -306,7 +307,8 @@ def _tiles(sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
 
 
 def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == strides:
+    # In a dimension of size 1 a stride means nothing.
+    if all(own == other or size == 1 for own, other, size in zip(tensor.stride(), strides, tensor.shape, strict=True)):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

@@ -134,3 +134,11 @@ def test_where_every_batch_is_of_another_kind_they_are_not_counted_for_ever():
         kinds.key((of_size(8), size))
     assert len(kinds._seen) == 1000
     assert kinds.key((of_size(8), 0)) is not None, "the first goes on"
+
+
+def test_what_is_to_be_captured_is_worth_it_at_once():
+    kinds = Kinds()
+    assert kinds.key(of_size(8)) is not None
+    assert kinds.key(of_size(7)) is None
+    assert kinds.key(of_size(6), often=1) is not None
+    assert kinds.key(of_size(6)) is not None

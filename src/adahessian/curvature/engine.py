@@ -98,6 +98,16 @@ class Engine:
                 self._do_without(kind, error)
         return double_backward(self._problem)(part, draw, keep_buffers)
 
+    def way(self, part: Any) -> Way:
+        """How to compute on batches of this kind, compiled by now if that works: for what is to be captured."""
+        choice = self.choice(part)
+        if not choice.is_compiled:
+            return choice.compute
+        kind = self._kinds.key(part, often=1)
+        if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
+            return choice.compute
+        return double_backward(self._problem)
+
     def _compile_for(self, kind: Hashable, part: Any) -> bool:
         """Compile for a kind of batch; whether that works."""
         choice = self.choice(part)

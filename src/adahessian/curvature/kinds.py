@@ -24,8 +24,13 @@ class Kinds:
         self._refused: set[Hashable] = set()
         self._seen: dict[Hashable, int] = {}
 
-    def key(self, batch: Any) -> Hashable | None:
-        """The kind of a batch, if it is worth compiling for; None if it is not, or not yet."""
+    def key(self, batch: Any, *, often: int = _OFTEN) -> Hashable | None:
+        """The kind of a batch, if it is worth compiling for; None if it is not, or not yet.
+
+        Args:
+            batch: The batch.
+            often: How often a kind must have come, unless it is the first.
+        """
         try:
             kind: Hashable = signature(batch)
         except TypeError as error:
@@ -36,10 +41,10 @@ class Kinds:
         if kind in self._refused or len(self._seen) >= _MOST_COUNTED:
             return None
         self._seen[kind] = self._seen.get(kind, 0) + 1
-        if self._worth_it and (self._seen[kind] < _OFTEN or len(self._worth_it) >= _MOST):
+        if self._worth_it and (self._seen[kind] < often or len(self._worth_it) >= _MOST):
             say_once(
                 "a batch of another shape is not compiled for, nor captured, until that shape has come "
-                f"{_OFTEN} times; pad or drop incomplete batches to have all of them alike"
+                f"{often} times; pad or drop incomplete batches to have all of them alike"
             )
             return None
         self._worth_it.add(kind)

@@ -160,18 +160,19 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
         params = [param.detach() for param in problem.parameters]
         buffers = {f"model.{name}": buffer for name, buffer in problem.model.named_buffers()}
         probes = problem.optimizer.num_probes
+        first_probe = draw(0)  # here: a draw has nothing to do with the modes below, which see every operation
         with torch.no_grad(), twice_differentiable(problem.model, compiled=compiled), plain_attention():
             others = []
             for probe in range(1, probes):
                 # All passes draw the random numbers that the last one, which comes next, is to draw.
                 with nullcontext() if _is_capturing() else problem.random_streams_untouched():
                     others.append(function(params, buffers, draw(probe), part)[2])
-            loss, gradients, diagonal, after = function(params, buffers, draw(0), part)
+            loss, gradients, diagonal, after = function(params, buffers, first_probe, part)
             for other in others:
                 torch._foreach_add_(diagonal, other)
             if others:
                 torch._foreach_div_(diagonal, probes)
-            if unused and not _is_capturing():
+            if unused and not _is_capturing() and not _is_waiting_forbidden():
                 # Which way the model went may depend on the data: a gradient is proof of a part in the loss.
                 used = {i for i in unused if gradients[i].any()}
                 if used:
@@ -234,6 +235,10 @@ def _without_tf32() -> Iterator[None]:
         yield
     finally:
         convolutions.fp32_precision = before
+
+
+def _is_waiting_forbidden() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_sync_debug_mode() == 2
 
 
 def _is_capturing() -> bool:
