@@ -338,8 +338,9 @@ class _Graph(Generic[Result]):
                     torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
                 ):
                     self._result = function()
-            finally:
+            except _CannotCaptureError:
                 torch.cuda.set_stream(here_again)  # a capture that fails may leave its own behind
+                raise
 
     def replay(self) -> Result:
         """Launch it all again."""
