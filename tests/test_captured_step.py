@@ -8,7 +8,6 @@ from torch import nn
 
 from adahessian import AdaHessian, CapturedStep, Curvature, CurvatureError, GaussNewton
 from adahessian.curvature import engine
-from adahessian.messages import say_once
 from cases import BATCH_NORM, MLP, Case
 
 # Batch norm counts its batches, dropout draws.
@@ -17,24 +16,6 @@ BOTH = Case(
     lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.5), nn.Linear(7, 3)),
     (16, 5),
 )
-
-
-@pytest.fixture
-def said(caplog):
-    say_once.cache_clear()
-    return caplog
-
-
-@pytest.fixture
-def quick_compiler(monkeypatch):
-    """All of torch.compile but the code that it writes, which takes seconds."""
-    torch._dynamo.reset()
-    original = torch.compile
-
-    def quick(function, *, options=None, **settings):
-        return original(function, backend="aot_eager", **settings)
-
-    monkeypatch.setattr(torch, "compile", quick)
 
 
 @pytest.fixture

@@ -232,7 +232,11 @@ class AdaHessian(Optimizer):
         params = self.measured_parameters()
         diagonal = hessian_diagonal(gradients, params, self.draw_probes, self.num_probes)
         self.feed_curvature(
-            {param: d.detach() / scale for param, d in zip(params, diagonal, strict=True) if d is not None},
+            {
+                param: d if isinstance(scale, float) and scale == 1 else d / scale
+                for param, d in zip(params, diagonal, strict=True)
+                if d is not None
+            },
             {param: g for param, g in zip(params, gradients, strict=True) if g is not None},
         )
 

@@ -15,29 +15,10 @@ from adahessian.curvature.compilation import compile_derivatives, missing_compil
 from adahessian.curvature.engine import Engine
 from adahessian.curvature.functional import FunctionalLoss
 from adahessian.curvature.ways import Problem
-from adahessian.messages import say_once
 from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, RECURRENT, REGRESSION, Case, flat_parameters
 
 DROPOUT = Case("dropout", lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.5), nn.Linear(7, 3)), (16, 5))
 NAMED = ["forward_over_reverse", "finite_difference"]
-
-
-@pytest.fixture
-def said(caplog):
-    say_once.cache_clear()
-    return caplog
-
-
-@pytest.fixture
-def quick_compiler(monkeypatch):
-    """All of torch.compile but the code that it writes, which takes seconds."""
-    torch._dynamo.reset()
-    original = torch.compile
-
-    def quick(function, *, options, **settings):
-        return original(function, backend="aot_eager", **settings)
-
-    monkeypatch.setattr(torch, "compile", quick)
 
 
 @pytest.fixture

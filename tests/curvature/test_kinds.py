@@ -8,16 +8,9 @@ import torch
 
 from adahessian.curvature.batches import signature
 from adahessian.curvature.kinds import Kinds
-from adahessian.messages import say_once
 
 X = torch.zeros(8, 3)
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-@pytest.fixture
-def said(caplog):
-    say_once.cache_clear()
-    return caplog
 
 
 def of_size(size):

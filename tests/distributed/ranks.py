@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch import nn
 
 
 class RanksFailedError(Exception):
@@ -76,3 +77,13 @@ def _work(rank, size, meeting, pipe):
             pipe.send((function(rank, size, *args), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+
+
+def part_of(whole, rank, size):
+    """A rank's share of a batch."""
+    return tuple(tensor.chunk(size)[rank] for tensor in whole)
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks, RanksFailedError
-from test_fsdp import SETTINGS, batch, loss_fn, part_of, sharded, whole
+from ranks import Ranks, RanksFailedError, loss_fn, part_of
+from test_fsdp import SETTINGS, batch, sharded, whole
 from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict

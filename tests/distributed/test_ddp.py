@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from ranks import RanksFailedError
+from ranks import RanksFailedError, loss_fn, part_of
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,15 +41,6 @@ def batch(number, size=24):
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (size,), generator=generator)
-
-
-def part_of(whole, rank, size):
-    return tuple(tensor.chunk(size)[rank] for tensor in whole)
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def train(model, curvature, optimizer, batches):

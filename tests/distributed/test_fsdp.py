@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import loss_fn, part_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -51,15 +52,6 @@ def batch(number, size=24):
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(size, 2, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (size,), generator=generator)
-
-
-def part_of(whole, rank, size):
-    return tuple(tensor.chunk(size)[rank] for tensor in whole)
-
-
-def loss_fn(model, batch):
-    x, y = batch
-    return nn.functional.cross_entropy(model(x), y)
 
 
 def logits_fn(model, batch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerators import forget_accelerators, fresh_state  # noqa: F401 - a fixture
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,6 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from adahessian import AdaHessian, Curvature, param_groups
-from adahessian.integrations.accelerate import unwrap_optimizer
 from adahessian.integrations.transformers import AdaHessianMixin, AdaHessianTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
@@ -31,19 +30,6 @@ ADAHESSIAN = {"eps": 1e-2, "block_size": 4, "update_every": 3, "warmup_steps": 2
 # Models in float64 compute some of it, such as norms and the loss, in float32.
 NEARLY = {"rtol": 1e-6, "atol": 1e-9}
 WORDS, LENGTH = 17, 7
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """Let each test have its own precision: accelerate keeps what it has been asked for first."""
-    forget_accelerators()
-    yield
-    forget_accelerators()
-
-
-def forget_accelerators():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def language_model(dtype=torch.float64, dropout=0.0):
@@ -122,7 +108,7 @@ def parameters(trainer):
 
 
 def everything(trainer):
-    return parameters(trainer), list(unwrap_optimizer(trainer.optimizer).state_dict()["state"].values())
+    return parameters(trainer), list(trainer.optimizer.optimizer.state_dict()["state"].values())
 
 
 def stacked(few):
@@ -239,7 +225,7 @@ def test_goes_on_from_a_checkpoint_after_evaluations(tmp_path):
 
     through = trained(tmp_path / "through")
     resumed = trained(tmp_path / "resumed", str(tmp_path / "through" / "checkpoint-3"))
-    assert unwrap_optimizer(resumed.optimizer).param_groups[0]["measurements"] == 3  # steps 1, 2 and 5
+    assert resumed.optimizer.optimizer.param_groups[0]["measurements"] == 3  # steps 1, 2 and 5
     assert_same(everything(resumed), everything(through))
 
 
@@ -267,7 +253,7 @@ def test_takes_an_optimizer_and_a_scheduler(tmp_path):
         model=model, args=arguments(tmp_path), train_dataset=examples(), optimizers=(optimizer, schedule)
     )
     trainer.train()
-    assert unwrap_optimizer(trainer.optimizer) is optimizer is trainer.curvature.optimizer
+    assert trainer.optimizer.optimizer is optimizer is trainer.curvature.optimizer
     assert_same(everything(trainer), everything(train(tmp_path)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,10 +95,10 @@ def calling_scaler() -> GradScaler | None:
     It divides gradients in place, which their graph does not know of, and tells the optimizer nothing. So the callers
     are looked through: a curvature that is too large by the scale would be used without a word.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, GradScaler):
             return caller
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -102,7 +102,7 @@ class Curvature(CurvaturePass[Model]):
         self.loss_fn = loss_fn
         self.scaler = scaler
         self._scaled_loss = ScaledLoss(loss_fn, scaler)
-        self._problem = Problem(self.model, self._scaled_loss if scaler is not None else loss_fn, optimizer)
+        self._problem = Problem(self.model, self._scaled_loss if scaler is not None else loss_fn, self.optimizer)
         self._engine = Engine(self._problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
 
     @property

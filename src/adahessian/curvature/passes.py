@@ -59,8 +59,8 @@ class CurvaturePass(ABC, Generic[Model]):
         process_group: ProcessGroup | Literal["auto"] | None,
     ) -> None:
         # Trainers wrap optimizers. A wrapper would keep to itself what is set on it.
-        inner: Any = getattr(optimizer, "optimizer", None)
-        optimizer = inner if hasattr(inner, "feed_curvature") else optimizer
+        while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
+            optimizer = cast("AdaHessian | DenseAndSparse", inner)
         if isinstance(model, nn.Module):
             refuse_flattened(model)
         if not isinstance(model, nn.Module) or not callable(function) or not hasattr(optimizer, "feed_curvature"):

@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 from adahessian.curvature.measurement import Curvature
 
 try:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
-    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
-    from accelerate.utils import is_compiled_module  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 except ImportError as missing:
     raise ImportError('this needs accelerate: pip install "adahessian[accelerate]"', name="accelerate") from missing
 
@@ -61,22 +59,6 @@ def prepare_curvature(
     """
     if accumulate is None:
         accumulate = accelerator.gradient_accumulation_steps > 1
-    return Curvature(
-        # What torch.compile has wrapped may be the wrapper that knows the processes.
-        model._orig_mod if is_compiled_module(model) else model,  # type: ignore[arg-type]
-        loss_fn,
-        unwrap_optimizer(optimizer),
-        scaler=accelerator.scaler,
-        accumulate=accumulate,
-        **settings,
-    )
-
-
-def unwrap_optimizer(optimizer: Optimizer) -> Any:
-    """The optimizer that accelerate has wrapped, or that it would wrap.
-
-    For what asks for the optimizer itself: :func:`adahessian.diagnose`, or an :class:`adahessian.GaussNewton`.
-    """
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    # It looks inside of the wrappers itself, that of the optimizer too.
+    prepared: Any = optimizer
+    return Curvature(model, loss_fn, prepared, scaler=accelerator.scaler, accumulate=accumulate, **settings)

@@ -69,8 +69,6 @@ if TYPE_CHECKING:
 else:
     pl = _library()
 
-from lightning_utilities.core.apply_func import apply_to_collection  # noqa: E402 - which comes with Lightning
-
 # Attributes that every module has, and the curvature pass looks after.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
@@ -194,6 +192,8 @@ class _TracelessCurvature(Curvature[pl.LightningModule]):
     """The curvature of a loss that logs and counts, computed in the precision of the training step."""
 
     def _measure(self, part: Any, weight: float) -> None:
+        from lightning_utilities.core.apply_func import apply_to_collection  # comes with either Lightning
+
         trainer = self.model.trainer
         with _silenced(trainer), _attributes_restored(self.model), trainer.precision_plugin.train_step_context():
             # A step may take its batch apart, or scale it in place.
