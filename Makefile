@@ -3,13 +3,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format bench docs clean
+# The files with tests that need a GPU; elsewhere these are skipped, or run on the CPU alone.
+CUDA_TESTS := $(addprefix tests/,test_modes.py test_fused.py test_devices.py test_stacks_on_devices.py test_notebook.py \
+	curvature/test_engine.py curvature/test_gauss_newton.py curvature/test_stopwatch.py lab/test_bench.py)
+
+.PHONY: demo test test-cuda lint format bench docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/adahessian demo
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# On a machine with a GPU, in an environment whose torch can use it: make test-cuda PYTEST="python -m pytest"
+test-cuda: PYTEST ?= $(BIN)/python -m pytest
+test-cuda:
+	$(PYTEST) $(CUDA_TESTS) --record results/tests-cuda.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The notebook of examples/ is stored clean, and its cells run in order on a CPU."""
+"""The notebook of examples/ is stored clean, and its cells run in order, on a GPU in float16."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def code_cells() -> list[Any]:
     return [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def test_cells_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     matplotlib.use("agg")
     here: dict[str, Any] = {"__name__": "__main__"}
     for cell in code_cells():
@@ -37,9 +38,14 @@ def test_cells_run_in_order(
     assert set(here["accuracies"]) == {"AdaHessian", "AdamW"}
     assert min(here["accuracies"].values()) > 0.9
     assert here["losses"]["AdaHessian"][-1] < 0.5 * here["losses"]["AdaHessian"][0]
-    # 20 of the first steps, then every fifth of the other 40.
-    assert here["numbers"]["measurements"] == 20 + 40 // 5
-    assert "28 measurements in 60 steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    if device == "cuda":
+        assert "float16" in said
+        assert torch.cuda.max_memory_allocated() < 2**30
+    else:
+        # 20 of the first steps, then every fifth of the other 40.
+        assert here["numbers"]["measurements"] == 20 + 40 // 5
+        assert "28 measurements in 60 steps" in said
 
 
 def test_stored_without_outputs_and_without_paths() -> None:

@@ -19,7 +19,7 @@ import adahessian
 def provenance(*, seed: int | list[int]) -> dict[str, Any]:
     """Command, commit, date, seed, hardware and versions of this run."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
@@ -51,6 +51,13 @@ def commit() -> str | None:
     if _git("ls-files", "--error-unmatch", this_file.name, folder=this_file.parent) is None:
         return None
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*", folder=this_file.parent)
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    # A package that runs by ``python -m``.
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def _git(*arguments: str, folder: Path) -> str | None:
