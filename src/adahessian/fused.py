@@ -72,7 +72,7 @@ class FusedTensors:
         self._of_averages = self._upload(_tiles(counts, [_FLAT_TILE if row[6] == 1 else _ROWS for row in rows]))
         self._counts = counts
         self.blocks = blocks  # kept, as tables are known by the identity of these
-        self._uploaded: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._uploaded: dict[str, tuple[list[list[int]], Tensor, bool]] = {}
 
     def update(
         self,
@@ -89,7 +89,7 @@ class FusedTensors:
         maximize: bool,
     ) -> None:
         """Take one step, in place: the twin of :func:`adahessian.update.update_parameters`."""
-        grads = [_strided(gradient.to(self.dtype), own) for gradient, own in zip(gradients, self.strides, strict=True)]
+        grads = self._like_params(gradients)
         exp_avgs = [state["exp_avg"] for state in of_params]
         rms = [state["hessian_rms"] for state in of_params]
         pointers, aligned = self._addresses("update", params, grads, exp_avgs, rms)
@@ -117,7 +117,7 @@ class FusedTensors:
         pointers, _ = self._addresses("draw", probes)
         # A launch has one key, and groups may differ in theirs: the kernel leaves out what is not of its key.
         for key in dict.fromkeys(keys):
-            whose = self._upload_once("keys", tuple(int(own == key) for own in keys))
+            whose, _ = self._upload_once("keys", [[int(own == key) for own in keys]])
             _launch(
                 "draw",
                 self._of_elements,
@@ -142,9 +142,7 @@ class FusedTensors:
         # The kernel reads all of them in the order of the parameter's memory.
         diagonal = [_strided(d, strides) for d, strides in zip(diagonal, self.strides, strict=True)]
         if gradients is not None:
-            gradients = [
-                _strided(g.to(self.dtype), strides) for g, strides in zip(gradients, self.strides, strict=True)
-            ]
+            gradients = self._like_params(gradients)
         pointers, _ = self._addresses("average", diagonal, gradients or diagonal, estimates)
         _launch(
             "average",
@@ -191,17 +189,27 @@ class FusedTensors:
         pointers, _ = self._addresses("fold", values, [state["hessian_rms"] for state in of_params], flags)
         _launch("fold", self._of_blocks, pointers, self._layout, self._of_blocks, weights, TILE=_FLAT_TILE)
 
-    def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[Tensor, bool]:
-        """The addresses of tensors, on the device, and whether all are multiples of 16."""
-        addresses = tuple(tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row)
-        return self._upload_once(kernel, addresses), not any(address % 16 for address in addresses)
+    def _like_params(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients in the dtype of their parameters and in the order of their memory."""
+        return [
+            gradient
+            if gradient.dtype is self.dtype and gradient.stride() == own
+            else _strided(gradient.to(self.dtype), own)
+            for gradient, own in zip(gradients, self.strides, strict=True)
+        ]
 
-    def _upload_once(self, name: str, values: tuple[int, ...]) -> Tensor:
-        """Numbers on the device; those of the last call if they are the same."""
+    def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """The addresses of tensors, list after list, on the device, and whether all are multiples of 16."""
+        # One call of the interpreter less for each tensor counts: a model may have hundreds.
+        return self._upload_once(kernel, [list(map(Tensor.data_ptr, tensors)) for tensors in lists])
+
+    def _upload_once(self, name: str, values: list[list[int]]) -> tuple[Tensor, bool]:
+        """Numbers on the device, and whether all are multiples of 16; those of the last call if they are the same."""
         known = self._uploaded.get(name)
         if known is None or known[0] != values:
-            known = self._uploaded[name] = values, self._upload(torch.tensor(values, dtype=torch.int64))
-        return known[1]
+            table = torch.tensor(values, dtype=torch.int64).t().contiguous()
+            known = self._uploaded[name] = values, self._upload(table), not (table % 16).any()
+        return known[1], known[2]
 
     def _upload(self, table: Tensor) -> Tensor:
         # From ordinary memory a copy would wait for all that was launched before.

@@ -366,9 +366,12 @@ class AdaHessian(Optimizer):
 
     def _gather(self, group: Group) -> Stepping:
         """What takes part in this step, checked."""
-        params = [param for param in group["params"] if param.grad is not None]
-        for param in params:
-            refuse_sparse(param.grad)
+        params = []
+        for param in group["params"]:
+            if (gradient := param.grad) is not None:
+                if gradient.layout is not torch.strided:
+                    refuse_sparse(gradient)
+                params.append(param)
         known = self._stepping.get(id(group))
         if known is None or known.group is not group or not known.is_current(params, self.state):
             if known is None:  # a group that was removed is forgotten
@@ -379,8 +382,12 @@ class AdaHessian(Optimizer):
 
     def _measure_from_graph(self) -> None:
         """The classic loop's measurement, from gradients that carry their graph."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        with_graph = [param for param in params if param.grad is not None and param.grad.requires_grad]
+        with_graph = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if (gradient := param.grad) is not None and gradient.requires_grad
+        ]
         if with_graph and self.curvature_due:
             refuse_several_processes()
             check_twice_differentiable([param.grad for param in with_graph if param.grad is not None])
@@ -437,7 +444,7 @@ class AdaHessian(Optimizer):
         for count in sorted(set(counts)):
             same = [i for i, own in zip(chosen, counts, strict=True) if own == count]
             of_all = tensors if len(same) == len(chosen) else self._fusion.table([part.member(i) for i in same])
-            measured = [i for i in same if part.params[i] in measurement]
+            measured = [i for i in same if part.params[i] in measurement] if measurement else []
             if measured:
                 of_some = of_all if measured == same else self._fusion.table([part.member(i) for i in measured])
                 of_some.fold(
@@ -448,7 +455,7 @@ class AdaHessian(Optimizer):
                 )
             of_all.update(
                 [part.here[i] for i in same],
-                [part.gradient(i) for i in same],
+                part.gradients(same),
                 [part.states[i] for i in same],
                 step=count,
                 lr=float(group["lr"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,6 @@ from adahessian.state import Group, State
 
 # Settings that decide how a step is taken. All others may change from step to step.
 _DECISIVE = ("block_size", "blocks", "averaging", "foreach", "fused", "capturable")
-_KEYS = ("exp_avg", "hessian_rms", "step")
 
 
 class Stepping:
@@ -45,9 +45,11 @@ class Stepping:
         self.fused: list[tuple[FusedTensors, list[int]]] = []
         self.plain: list[int] = []
         self._settings = _decisive(group)
-        self._whole_states: list[State] = []
+        self._ids = list(map(id, params))
         self._forms = list(map(_form, params))
-        self._tensors: list[tuple[Any, ...]] = []
+        self._whole_states: list[State] = []
+        self._tensors: list[Tensor] = []
+        self._sharded = any(here is not param for here, param in zip(self.here, params, strict=True))
         self._counter: Tensor | None = None
 
     def complete(self, state: dict[Tensor, State], fusion: Fusion) -> None:
@@ -59,7 +61,7 @@ class Stepping:
         self._whole_states = [state[param] for param in self.params]
         if not self.group["capturable"]:
             self._join_counts()
-        self._tensors = [tuple(each[key] for key in _KEYS) for each in self._whole_states]
+        self._tensors = _tensors_of(self._whole_states)
         self.states = [
             {key: local(value) for key, value in whole.items()} if is_sharded(param) else whole
             for param, whole in zip(self.params, self._whole_states, strict=True)
@@ -69,18 +71,14 @@ class Stepping:
     def is_current(self, params: list[Tensor], state: Mapping[Tensor, State]) -> bool:
         """Whether all of it is still so for these parameters."""
         return (
-            len(params) == len(self.params) == len(self._whole_states)
+            # By identity, as tensors are compared by their elements.
+            list(map(id, params)) == self._ids
+            and len(self._whole_states) == len(params)
             and self._settings == _decisive(self.group)
-            and all(
-                param is known
-                and (here is param or local(param) is here)
-                and _form(param) == form
-                and _same(own, tensors)
-                and state.get(param) is own
-                for param, known, here, own, form, tensors in zip(
-                    params, self.params, self.here, self._whole_states, self._forms, self._tensors, strict=True
-                )
-            )
+            and list(map(_form, params)) == self._forms
+            and all(map(operator.is_, map(state.get, params), self._whole_states))
+            and all(map(operator.is_, _tensors_of(self._whole_states), self._tensors))
+            and not (self._sharded and not all(map(operator.is_, map(local, params), self.here)))
         )
 
     def count(self) -> list[float]:
@@ -97,6 +95,12 @@ class Stepping:
         gradient = self.params[i].grad
         assert gradient is not None
         return gradient if self.here[i] is self.params[i] else local(gradient)
+
+    def gradients(self, chosen: list[int]) -> list[Tensor]:
+        """The gradients of several parameters, as far as they are on this rank."""
+        if self._sharded:
+            return [self.gradient(i) for i in chosen]
+        return [self.params[i].grad for i in chosen]  # type: ignore[misc]
 
     def is_flat(self) -> bool:
         """Whether all gradients are zero. Reading waits for the device."""
@@ -121,6 +125,5 @@ def _decisive(group: Group) -> tuple[Any, ...]:
     return (*(group[name] for name in _DECISIVE), isinstance(group["lr"], Tensor))
 
 
-def _same(state: State, tensors: tuple[Any, ...]) -> bool:
-    exp_avg, hessian_rms, step = tensors
-    return state["exp_avg"] is exp_avg and state["hessian_rms"] is hessian_rms and state["step"] is step
+def _tensors_of(of_params: list[State]) -> list[Tensor]:
+    return [state[key] for key in ("exp_avg", "hessian_rms", "step") for state in of_params]

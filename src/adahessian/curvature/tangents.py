@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from adahessian.curvature import joined
+
 aten = torch.ops.aten
 
 # Linear in each operand, accumulated in float32 by the hardware.
@@ -53,7 +55,8 @@ def _(direction: Tensor) -> Tensor:
 class TangentPass(CustomGraphPass):
     """A pass of the compiler over the graph of a forward-over-reverse product.
 
-    It leaves out products with a zero tangent, such as that of a batch, and rounds the operands of the others.
+    It leaves out products with a zero tangent, such as that of a batch, rounds the operands of the others, and joins
+    convolutions whose results are added.
 
     Args:
         dtype: What to round to; None leaves them as they are.
@@ -64,7 +67,7 @@ class TangentPass(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What compiled code is cached by."""
-        return get_hash_for_files((__file__,), str(self.dtype))
+        return get_hash_for_files((__file__, joined.__file__), str(self.dtype))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -80,6 +83,7 @@ class TangentPass(CustomGraphPass):
             for node in list(graph.nodes):
                 if node in tangents and node.target in _PRODUCTS:
                     _round_operands(graph, node, rounded, self.dtype)
+        joined.join_convolutions(graph, tangents.__contains__)
         for node in marks:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
