@@ -6,7 +6,22 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_EXTRA_PACKAGES = frozenset({"matplotlib", "numpy", "rich", "sklearn", "tyro"})
+_EXTRA_PACKAGES = frozenset(
+    {
+        "PIL",
+        "matplotlib",
+        "numpy",
+        "rich",
+        "sacrebleu",
+        "safetensors",
+        "scipy",
+        "sklearn",
+        "tokenizers",
+        "torchmetrics",
+        "transformers",
+        "tyro",
+    }
+)
 
 
 class Command(Protocol):
@@ -32,13 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Command:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         # Imported here, as they come with the extra, which the library itself does without.
         import tyro
 
         from adahessian.lab.bench.command import Bench
         from adahessian.lab.demo import Demo
+        from adahessian.lab.fetch import Fetch
         from adahessian.lab.lr_guide import StudyLr
+        from adahessian.lab.study import Study
+        from adahessian.lab.task_list import Tasks
+        from adahessian.lab.train import Train, parse_train
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
@@ -46,7 +66,18 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
         sys.exit(1)
 
-    commands: dict[str, Callable[..., Command]] = {"demo": Demo, "bench": Bench, "study-lr": StudyLr}
+    if arguments[:1] == ["train"]:
+        # Its defaults depend on the task and on the optimizer.
+        return parse_train(arguments[1:])
+    commands: dict[str, Callable[..., Command]] = {
+        "demo": Demo,
+        "tasks": Tasks,
+        "train": Train,
+        "study": Study,
+        "fetch": Fetch,
+        "bench": Bench,
+        "study-lr": StudyLr,
+    }
     parsed: Command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
     )

@@ -32,7 +32,7 @@ def provenance(*, seed: int | list[int]) -> dict[str, Any]:
         "versions": {
             "adahessian": adahessian.__version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # plain, so that checkpoints may hold it
         },
     }
 

@@ -1,0 +1,1 @@
+"""Readers of data as its owners publish it."""

@@ -1,0 +1,38 @@
+"""Files that are either written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes its place under its name only when all of it is on the disk.
+
+    Whatever goes wrong, be it a full disk, leaves the file as it was before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON, indented, whole or not at all."""
+    with written_whole(path) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,65 @@
+"""DLRM, the recommendation model of Naumov et al. (2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+class DLRM(nn.Module):
+    """Embeddings of categories and of the numbers, their dot products with one another, and a network on top.
+
+    All columns have their rows in one table, one column behind the other: the same as a table for each, in one lookup.
+    Its gradient is sparse.
+
+    Args:
+        numbers: Columns of numbers.
+        columns: Columns of categories.
+        categories: Categories of a column.
+        width: Size of an embedding.
+        bottom: Hidden layers of the network that embeds the numbers.
+        top: Hidden layers of the network that sees the dot products.
+    """
+
+    def __init__(
+        self,
+        numbers: int = 13,
+        columns: int = 26,
+        categories: int = 1000,
+        width: int = 16,
+        bottom: Sequence[int] = (512, 256, 64),
+        top: Sequence[int] = (512, 256),
+    ) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(columns * categories, width, sparse=True)
+        bound = categories**-0.5
+        nn.init.uniform_(self.embeddings.weight, -bound, bound)
+        self.bottom = nn.Sequential(*_layers((numbers, *bottom, width)))
+        pairs = torch.tril_indices(columns + 1, columns + 1, offset=-1)
+        self.top = nn.Sequential(*_layers((width + pairs.shape[1], *top, 1))[:-1])
+        self.first_rows: Tensor
+        self.pairs: Tensor
+        self.register_buffer("first_rows", torch.arange(columns) * categories, persistent=False)
+        self.register_buffer("pairs", pairs[0] * (columns + 1) + pairs[1], persistent=False)
+
+    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        """Numbers of shape (N, numbers) and categories of shape (N, columns) to logits of shape (N,)."""
+        of_numbers = self.bottom(numbers)
+        embedded = torch.cat([of_numbers.unsqueeze(1), self.embeddings(categories + self.first_rows)], dim=1)
+        products = (embedded @ embedded.mT).flatten(1).index_select(1, self.pairs)
+        logits: Tensor = self.top(torch.cat([of_numbers, products], dim=1))
+        return logits.squeeze(1)
+
+
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
+    """Linear layers with a ReLU behind each, started as DLRM's authors do."""
+    layers: list[nn.Module] = []
+    for width_in, width in pairwise(widths):
+        linear = nn.Linear(width_in, width)
+        nn.init.normal_(linear.weight, std=(2 / (width_in + width)) ** 0.5)
+        nn.init.normal_(linear.bias, std=width**-0.5)
+        layers += [linear, nn.ReLU()]
+    return layers

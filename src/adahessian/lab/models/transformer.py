@@ -1,0 +1,228 @@
+"""A pre-norm Transformer that translates, all of its embeddings shared."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from adahessian.lab.data.token_batches import PADDING
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Attention of one sequence to another or to itself."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        for layer in (self.query, self.key, self.value):
+            # As if the three were one matrix.
+            nn.init.xavier_uniform_(layer.weight, gain=2**-0.5)
+        nn.init.xavier_uniform_(self.out.weight)
+        for layer in (self.query, self.key, self.value, self.out):
+            nn.init.zeros_(layer.bias)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Activations of shape (N, T, width) by heads: (N, heads, T, width / heads)."""
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+    def keys_values(self, x: Tensor) -> KeysValues:
+        """What there is to attend to."""
+        return self.split(self.key(x)), self.split(self.value(x))
+
+    def forward(self, x: Tensor, keys_values: KeysValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Activations of shape (N, T, width) in and out; the mask is true where there is something to attend to."""
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(
+            self.split(self.query(x)), *keys_values, attn_mask=mask, dropout_p=dropout, is_causal=causal
+        )
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Sequential):
+    """Two layers with a ReLU between them, applied to each place."""
+
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        super().__init__(up, nn.ReLU(), nn.Dropout(dropout), down)
+        for layer in (up, down):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and a feed-forward network, each behind a layer norm and beside a shortcut."""
+
+    def __init__(
+        self, width: int, feed_forward: int, heads: int, dropout: float, attention_dropout: float, inner_dropout: float
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, attention_dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, feed_forward, inner_dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Activations of shape (N, S, width) in and out."""
+        normed = self.norm1(x)
+        x = x + self.dropout(self.attention(normed, self.attention.keys_values(normed), mask))
+        out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention to the source and a feed-forward network, each as in the encoder."""
+
+    def __init__(
+        self, width: int, feed_forward: int, heads: int, dropout: float, attention_dropout: float, inner_dropout: float
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, attention_dropout)
+        self.norm2 = nn.LayerNorm(width)
+        self.source_attention = Attention(width, heads, attention_dropout)
+        self.norm3 = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, feed_forward, inner_dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def source_keys_values(self, encoded: Tensor) -> KeysValues:
+        """What the layer attends to in the source."""
+        return self.source_attention.keys_values(encoded)
+
+    def forward(
+        self, x: Tensor, source: KeysValues, mask: Tensor, past: KeysValues | None = None
+    ) -> tuple[Tensor, KeysValues]:
+        """All places at once or, after a past, the next one. Also gives the keys and values of all places so far."""
+        normed = self.norm1(x)
+        keys_values = self.attention.keys_values(normed)
+        if past is not None:
+            keys_values = torch.cat([past[0], keys_values[0]], 2), torch.cat([past[1], keys_values[1]], 2)
+        x = x + self.dropout(self.attention(normed, keys_values, causal=past is None))
+        x = x + self.dropout(self.source_attention(self.norm2(x), source, mask))
+        return x + self.dropout(self.feed_forward(self.norm3(x))), keys_values
+
+
+class Transformer(nn.Module):
+    """An encoder that reads a sentence and a causal decoder that says its translation.
+
+    Args:
+        vocabulary: Number of tokens, of both languages together.
+        layers: Layers of the encoder, and as many of the decoder.
+        width: Size of an embedding.
+        feed_forward: Hidden units of a feed-forward network.
+        heads: Attention heads a layer.
+        dropout: Share of the activations dropped behind the embeddings and behind each part of a layer.
+        attention_dropout: Share of the attention weights dropped.
+        activation_dropout: Share of the feed-forward networks' hidden units dropped.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        layers: int = 6,
+        width: int = 512,
+        feed_forward: int = 1024,
+        heads: int = 4,
+        dropout: float = 0.3,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"Invalid width: {width}. It must be a multiple of twice the heads, of {2 * heads}.")
+        sizes = (width, feed_forward, heads, dropout, attention_dropout, activation_dropout)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(layers))
+        self.encoder_norm = nn.LayerNorm(width)
+        self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(layers))
+        self.decoder_norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        # Scaled by the root of the width on the way in, and right as they are on the way out.
+        nn.init.normal_(self.tokens.weight, std=width**-0.5)
+
+    def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """Token numbers of shape (N, T), of the places from ``first`` on, to activations of shape (N, T, width)."""
+        scaled = self.tokens(tokens) * math.sqrt(self.tokens.embedding_dim)
+        embedded: Tensor = self.dropout(scaled + sinusoids(first, tokens.shape[1], scaled))
+        return embedded
+
+    def encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
+        """For each layer of the decoder what it attends to, and the mask of what is no padding."""
+        mask = (source != PADDING)[:, None, None, :]
+        x = self.embed(source)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        x = self.encoder_norm(x)
+        return [cast(DecoderLayer, layer).source_keys_values(x) for layer in self.decoder], mask
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The decoder's last activations to logits."""
+        return F.linear(self.decoder_norm(x), self.tokens.weight)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Token numbers of shapes (N, S) and (N, T), padded at the end, to logits of shape (N, T, vocabulary)."""
+        encoded, mask = self.encode(source)
+        x = self.embed(target)
+        for layer, keys_values in zip(self.decoder, encoded, strict=True):
+            x, _ = layer(x, keys_values, mask)
+        return self.logits(x)
+
+
+class Decoding:
+    """A decoder in the middle of its translations, with the keys and values of all that it has said.
+
+    Args:
+        model: In eval mode.
+        source: Sentences to translate, of shape (N, S).
+    """
+
+    def __init__(self, model: Transformer, source: Tensor) -> None:
+        self.model = model
+        self.encoded, self.mask = model.encode(source)
+        self.past: list[KeysValues] | None = None
+        self.length = 0
+
+    def repeat(self, times: int) -> None:
+        """Continue with each sentence this many times, one after the other. Only before the first step."""
+        self.encoded = [
+            (keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)) for keys, values in self.encoded
+        ]
+        self.mask = self.mask.repeat_interleave(times, 0)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Continue each row with the past of another row, a translation of the same sentence."""
+        if self.past is not None:
+            self.past = [(keys[rows], values[rows]) for keys, values in self.past]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The last token of each row to the logits of the next one, of shape (N, vocabulary)."""
+        x = self.model.embed(tokens.unsqueeze(1), self.length)
+        past: list[KeysValues] = []
+        for number, layer in enumerate(self.model.decoder):
+            before = None if self.past is None else self.past[number]
+            x, keys_values = layer(x, self.encoded[number], self.mask, before)
+            past.append(keys_values)
+        self.past = past
+        self.length += 1
+        return self.model.logits(x).squeeze(1)
+
+
+def sinusoids(first: int, length: int, like: Tensor) -> Tensor:
+    """Sines and cosines of the places ``first``, ``first + 1``, ..., of shape (length, width)."""
+    half = like.shape[-1] // 2
+    rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000) / max(1, half - 1)))
+    angles = torch.arange(first, first + length, device=like.device).unsqueeze(1) * rates
+    return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)

@@ -1,0 +1,91 @@
+"""From a name and settings to an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+import adahessian
+from adahessian.lab.settings import OptimizerName, Settings
+
+
+class UnsuitableOptimizerError(Exception):
+    """An optimizer that cannot train a model."""
+
+
+def make_optimizer(
+    name: OptimizerName, model: nn.Module, settings: Settings, *, seed: int, steps_per_epoch: int
+) -> Optimizer:
+    """The optimizer of a run.
+
+    Args:
+        name: Which one.
+        model: What it trains. Embeddings with sparse gradients are left to Adagrad where AdaHessian trains the rest.
+        settings: Its settings.
+        seed: Seed of AdaHessian's probes.
+        steps_per_epoch: Steps an epoch, which the epochs that measure at every step are counted in.
+
+    Raises:
+        UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train.
+    """
+    sparse = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules())
+    if name == "adahessian":
+        return _adahessian(model, settings, sparse=sparse, seed=seed, steps_per_epoch=steps_per_epoch)
+    if sparse and name != "adagrad":
+        raise UnsuitableOptimizerError(
+            f"the embeddings of this model have sparse gradients, which {name} does not take here: choose adahessian "
+            "(with Adagrad for the embeddings) or adagrad"
+        )
+    return _FIRST_ORDER[name](model, settings)
+
+
+def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int, steps_per_epoch: int) -> Optimizer:
+    chosen: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "block_size": settings.block_size,
+        "hessian_power": settings.hessian_power,
+        "averaging": settings.averaging,
+        "num_probes": settings.num_probes,
+        "update_every": settings.update_every,
+        "warmup_steps": round(settings.measured_epochs * steps_per_epoch),
+        "beta2_per": settings.beta2_per,
+        "seed": seed,
+    }
+    if sparse:
+        return adahessian.DenseAndSparse(model, sparse_lr=getattr(settings, "embedding_lr", None), **chosen)
+    return adahessian.AdaHessian(adahessian.param_groups(model), **chosen)
+
+
+def _fused(model: nn.Module) -> bool:
+    return all(param.is_cuda for param in model.parameters())
+
+
+_FIRST_ORDER: dict[OptimizerName, Callable[[nn.Module, Settings], Optimizer]] = {
+    "sgd": lambda model, s: SGD(
+        model.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=_fused(model) or None
+    ),
+    "adam": lambda model, s: Adam(
+        model.parameters(), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
+    ),
+    "adamw": lambda model, s: AdamW(
+        model.parameters(), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
+    ),
+    "adagrad": lambda model, s: Adagrad(model.parameters(), s.lr, weight_decay=s.weight_decay, eps=s.eps),
+    "rmsprop": lambda model, s: RMSprop(
+        model.parameters(), s.lr, s.betas[1], s.eps, s.weight_decay, momentum=s.momentum
+    ),
+}
+
+
+def set_precision(precision: str) -> None:
+    """Whether matrix products of float32 are exact or may be rounded to tf32 by the hardware."""
+    products = "ieee" if precision == "float32" else "tf32"
+    torch.backends.cuda.matmul.fp32_precision = products
+    torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]

@@ -1,0 +1,154 @@
+"""Runs: what each is called, where its files are, and what is kept of it when it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from adahessian.lab.settings import OptimizerName, Settings
+
+KIND = "adahessian run"
+
+# Settings that do not make another run: they only say how to compute the same.
+_MEANS = frozenset({"workers", "cache_gib"})
+
+
+def label(optimizer: OptimizerName, settings: Settings, defaults: Settings) -> str:
+    """What a run is called, by its optimizer and by those of its settings that are not the task's own.
+
+    Example:
+        >>> from adahessian.lab.settings import Settings
+        >>> paper = Settings(epochs=160, batch_size=256, lr=0.15)
+        >>> label("adahessian", Settings(epochs=160, batch_size=256, lr=0.15, update_every=10), paper)
+        'adahessian_update-every=10'
+    """
+    changed = [
+        f"{field.name.replace('_', '-')}={_short(getattr(settings, field.name))}"
+        for field in fields(settings)
+        if field.name not in _MEANS and getattr(settings, field.name) != getattr(defaults, field.name)
+    ]
+    return "_".join([optimizer, *changed])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(_short, value))
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return "".join(character if character.isalnum() or character in ".+-" else "-" for character in text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The files of one run. The finished run is one JSON file; all else is in a folder beside it."""
+
+    output: Path
+    task: str
+    name: str
+    seed: int
+
+    @property
+    def result(self) -> Path:
+        """Written when the run is finished."""
+        return self.output / self.task / f"{self.name}_seed-{self.seed}.json"
+
+    @property
+    def folder(self) -> Path:
+        """For what is of use while the run goes on."""
+        return self.output / self.task / f"{self.name}_seed-{self.seed}"
+
+    @property
+    def checkpoint(self) -> Path:
+        """All that is needed to go on."""
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def weights(self) -> Path:
+        """The final weights."""
+        return self.folder / "weights.pt"
+
+    @property
+    def log(self) -> Path:
+        """A line of JSON for each epoch."""
+        return self.folder / "log.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """For TensorBoard."""
+        return self.folder / "tensorboard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished run."""
+
+    task: str
+    name: str
+    """Its label, or what the user called it."""
+
+    optimizer: OptimizerName
+    seed: int
+    settings: dict[str, Any]
+    conditions: dict[str, Any]
+    """Device, precision, processes, and whether it was compiled."""
+
+    epochs: list[dict[str, float]]
+    """Of each epoch its number, steps so far, training loss, lr, seconds of training so far, and what was evaluated."""
+
+    final: dict[str, float]
+    """What the final weights came to."""
+
+    diverged: bool
+    """Whether the loss was not finite any more, and the run was ended early."""
+
+    parameters: int
+    peak_bytes: int | None
+    """The most memory that was allocated on the device; None on a CPU."""
+
+    provenance: list[dict[str, Any]]
+    """Commit, command, versions and hardware: of the start, and of each continuation."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {"kind": KIND, **asdict(self)}
+
+
+class NotARunError(Exception):
+    """A file that is no finished run."""
+
+
+def read_result(path: Path) -> Result:
+    """Read a finished run.
+
+    Raises:
+        NotARunError: If it is none, or not a whole one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NotARunError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, Mapping) or content.get("kind") != KIND:
+        raise NotARunError(f"{path} is no run that adahessian train has written")
+    try:
+        return Result(**{field.name: content[field.name] for field in fields(Result)})
+    except KeyError as missing:
+        raise NotARunError(f"{path} lacks {missing}: it was written by another version, or changed") from missing
+
+
+def find_results(paths: Iterable[Path]) -> Iterator[Result]:
+    """The finished runs among files, and in folders and theirs.
+
+    Raises:
+        NotARunError: If a file that was named is none. Other files in folders are passed over.
+    """
+    for path in paths:
+        if path.is_dir():
+            for file in sorted(path.rglob("*.json")):
+                try:
+                    yield read_result(file)
+                except NotARunError:
+                    continue
+        else:
+            yield read_result(path)

@@ -1,0 +1,95 @@
+"""All that decides a run besides its task, its optimizer and its seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+OptimizerName = Literal["adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop"]
+OPTIMIZER_NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
+OPTIMIZER_TITLES: dict[OptimizerName, str] = {
+    "adahessian": "AdaHessian",
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+}
+
+ScheduleName = Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every task has. A task with settings of its own adds them in a subclass.
+
+    Each field is an option of ``adahessian train``; the paper's value for the task and optimizer is its default.
+    """
+
+    epochs: int
+    """Passes over the training data."""
+
+    batch_size: int
+    """Examples a batch, over all processes; tokens a batch in translation."""
+
+    lr: float
+    """The learning rate, at its highest."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the momentum of the gradient, and of the Hessian momentum or second moment."""
+
+    eps: float = 1e-8
+    """What is added to the denominator. AdaHessian's is on the scale of the loss."""
+
+    weight_decay: float = 0.0
+    """As the optimizer takes it: decoupled for AdaHessian and AdamW, in the gradient for the others."""
+
+    momentum: float = 0.0
+    """Momentum of SGD."""
+
+    schedule: ScheduleName = "constant"
+    """How the learning rate changes: constant, by steps, on a plateau of the metric, or falling after a warm-up like
+    the inverse square root, half a cosine or a line, the last two to 0."""
+
+    lr_warmup_steps: int = 0
+    """First steps, in which the learning rate rises from 0 along a line."""
+
+    decay_epochs: tuple[int, ...] = ()
+    """Epochs after which the schedule by steps multiplies the learning rate by the decay factor."""
+
+    decay_factor: float = 0.1
+    """What the schedules by steps and on a plateau multiply the learning rate by."""
+
+    plateau_patience: int = 3
+    """Epochs without an improvement before the schedule on a plateau decays."""
+
+    clip_norm: float | None = None
+    """The largest norm of the gradient; None does not clip."""
+
+    block_size: int = 1
+    """AdaHessian: consecutive elements of a row that share one curvature. Convolutions share it over their kernels."""
+
+    hessian_power: float = 1.0
+    """AdaHessian: the power k of the Hessian."""
+
+    averaging: Literal["magnitude", "signed"] = "magnitude"
+    """AdaHessian: what is averaged over a block, magnitudes or signed values."""
+
+    num_probes: int = 1
+    """AdaHessian: Hessian-vector products a measurement."""
+
+    update_every: int = 1
+    """AdaHessian: steps from one measurement of the curvature to the next."""
+
+    measured_epochs: float = 0.0
+    """AdaHessian: first epochs, in which every step measures whatever ``update_every`` says."""
+
+    batch_fraction: float = 1.0
+    """AdaHessian: share of the batch that the curvature is measured on."""
+
+    beta2_per: Literal["measurement", "step"] = "measurement"
+    """AdaHessian: what the second beta counts."""
+
+    tangents: Literal["float32", "bfloat16"] = "float32"
+    """AdaHessian: precision of the matrix products that only feed the Hessian-vector product, when compiled."""

@@ -1,0 +1,1 @@
+"""What the paper trains, each task with its model, its data and its metric."""

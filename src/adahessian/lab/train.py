@@ -1,0 +1,212 @@
+"""``adahessian train``: one task, one optimizer, one seed or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Generic
+
+import torch
+import tyro
+from rich.console import Console
+
+from adahessian.lab.checkpoints import CheckpointError
+from adahessian.lab.data.errors import DataError
+from adahessian.lab.optimizers import UnsuitableOptimizerError
+from adahessian.lab.runs import Result, RunFiles, label, read_result
+from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName
+from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
+from adahessian.lab.tasks.task import Experiment, SettingsT
+from adahessian.lab.training import Plan, Precision, StoppedError, train
+from adahessian.lab.watching import LiveWatcher, shown
+
+DEFAULT_TASK = "digits"
+DEFAULT_OPTIMIZER: OptimizerName = "adahessian"
+
+# On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
+ECONOMICAL = {"update_every": 10, "batch_fraction": 0.25, "measured_epochs": 1.0, "tangents": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Where and how runs are computed. None of it changes what they are."""
+
+    data_dir: Path = Path("data")
+    """Folder with the data, in its owner's format."""
+
+    output: Path = Path("runs")
+    """Folder for runs: a JSON file for each that is finished, and beside it a folder with its log and weights."""
+
+    device: str = field(default_factory=lambda: "cuda" if torch.cuda.is_available() else "cpu")
+    """Where to train."""
+
+    precision: Precision = "tf32"
+    """float32 keeps every product exact, tf32 lets a GPU round those of matrices, bfloat16 is autocast."""
+
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """Compile the derivatives and, on a GPU, replay them as CUDA graphs."""
+
+    resume: bool = False
+    """Continue runs that were interrupted, bit by bit as if they had not been, and pass over finished ones."""
+
+    overwrite: bool = False
+    """Begin anew where there is a run of that name already."""
+
+    checkpoint_minutes: float = 10.0
+    """Minutes between two checkpoints within an epoch. One is written after every epoch, too."""
+
+    stop_after_epochs: int | None = None
+    """Stop after so many more epochs, to go on later with --resume. The schedule stays that of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Generic[SettingsT]):
+    """Train a task. All settings default to the paper's for the task and the optimizer."""
+
+    task: tyro.conf.Positional[str] = DEFAULT_TASK
+    """The task, as `adahessian tasks` lists them."""
+
+    optimizer: OptimizerName = DEFAULT_OPTIMIZER
+    """The optimizer."""
+
+    economical: bool = False
+    """AdaHessian on a quarter of the batch at every tenth step, after an epoch of measuring at every step."""
+
+    seeds: tuple[int, ...] = (1,)
+    """Seeds, one run each."""
+
+    name: str | None = None
+    """What to call the runs, by default after what distinguishes them."""
+
+    session: Annotated[Session, tyro.conf.arg(name="")] = field(default_factory=Session)
+
+    settings: Annotated[SettingsT, tyro.conf.arg(name="")]
+
+    def run(self) -> None:
+        """Train with every seed, and say what came out."""
+        console = Console()
+        experiment = experiment_named(self.task)
+        name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
+        for seed in self.seeds:
+            run_one(experiment, self.optimizer, self.settings, seed, name, self.session, console)
+
+
+def run_one(
+    experiment: Experiment[Any],
+    optimizer: OptimizerName,
+    settings: Any,
+    seed: int,
+    name: str,
+    session: Session,
+    console: Console,
+) -> Result:
+    """One run, from its start or its checkpoint, or as it was finished earlier.
+
+    Raises:
+        SystemExit: If it cannot be, with the reason; or if it was interrupted.
+    """
+    files = RunFiles(output=session.output, task=experiment.name, name=name, seed=seed)
+    _make_way(files, session)
+    if files.result.exists():
+        result = read_result(files.result)
+        console.print(f"{files.result} is finished: {_came_to(experiment, result)}", highlight=False, soft_wrap=True)
+        return result
+    plan = Plan(
+        experiment=experiment,
+        optimizer=optimizer,
+        settings=settings,
+        seed=seed,
+        data_dir=session.data_dir,
+        device=_device(session.device),
+        precision=session.precision,
+        compiled=session.compile,
+        files=files,
+        checkpoint_minutes=session.checkpoint_minutes,
+        stop_after_epochs=session.stop_after_epochs,
+    )
+    try:
+        with LiveWatcher(console) as watcher:
+            result = train(plan, watcher)
+    except StoppedError as stopped:
+        console.print(f"stopped {stopped}; the same command with --resume goes on", highlight=False, soft_wrap=True)
+        raise SystemExit(0 if session.stop_after_epochs else 130) from None
+    except (DataError, CheckpointError, UnsuitableOptimizerError) as error:
+        raise SystemExit(f"adahessian train: {error}") from error
+    except OSError as error:
+        raise SystemExit(
+            f"adahessian train: {error}. What was written before is whole: free some space, or mend what is wrong, and "
+            "go on with --resume"
+        ) from error
+    console.print(f"{_came_to(experiment, result)}: {files.result}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _make_way(files: RunFiles, session: Session) -> None:
+    """Refuse to touch an earlier run of that name, unless it was said what to do with it."""
+    if session.overwrite:
+        files.result.unlink(missing_ok=True)
+        files.checkpoint.unlink(missing_ok=True)
+    earlier = next((path for path in (files.result, files.checkpoint) if path.exists()), None)
+    if earlier is not None and not session.resume:
+        raise SystemExit(
+            f"adahessian train: {earlier} is there already. --resume goes on with it, --overwrite begins anew, and "
+            "--name or --output put the new run elsewhere"
+        )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SystemExit(f"adahessian train: --device {name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"adahessian train: --device {name}: torch finds no GPU here; --device cpu does without")
+    return device
+
+
+def _came_to(experiment: Experiment[Any], result: Result) -> str:
+    if result.diverged:
+        return "diverged"
+    return shown(experiment.metric, result.final.get(experiment.metric.name))
+
+
+def parse_train(arguments: Sequence[str]) -> Train[Any]:
+    """Parse the arguments after ``adahessian train``.
+
+    The task and the optimizer are looked for first: the defaults of all settings, and some of the settings themselves,
+    depend on them, and ``--help`` shows them.
+    """
+    default = default_train(arguments)
+    kind: Any = Train[type(default.settings)]  # type: ignore[misc]
+    parsed: Train[Any] = tyro.cli(kind, args=list(arguments), default=default, prog="adahessian train")
+    return parsed
+
+
+def default_train(arguments: Sequence[str]) -> Train[Any]:
+    """What the arguments leave open."""
+    task = next((argument for argument in arguments[:1] if not argument.startswith("-")), DEFAULT_TASK)
+    try:
+        experiment = experiment_named(task)
+    except UnknownTaskError as error:
+        raise SystemExit(f"adahessian train: {error}") from error
+    optimizer = _option(arguments, "--optimizer", DEFAULT_OPTIMIZER)
+    if optimizer not in OPTIMIZER_NAMES:
+        raise SystemExit(f"adahessian train: --optimizer {optimizer}: choose {', '.join(OPTIMIZER_NAMES)}")
+    if optimizer not in experiment.defaults:
+        able = ", ".join(experiment.defaults)
+        raise SystemExit(f"adahessian train: {task} has no settings for {optimizer}; it has for {able}")
+    settings = experiment.defaults[optimizer]
+    if "--economical" in arguments and optimizer == "adahessian":
+        settings = replace(settings, **ECONOMICAL)
+    return Train(task=task, optimizer=optimizer, settings=settings)
+
+
+def _option(arguments: Sequence[str], name: str, default: Any) -> Any:
+    """The value of an option, in either spelling."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument == name:
+            return following
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return default

@@ -1,0 +1,135 @@
+"""Live progress of a training run, and its numbers for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from adahessian.lab.tasks.task import Metric
+from adahessian.lab.training import Plan
+
+# In a log, where nothing can be overwritten, a line for an epoch, but no more than one in so many seconds.
+_LINE_EVERY = 5.0
+
+
+class LiveWatcher:
+    """Shows epoch, loss, metric, learning rate, time of a step and time left: on a terminal in one live line.
+
+    Args:
+        console: Where to show it.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._line: Any = None
+        self._plan: Plan | None = None
+        self._writer: Any = None
+        self._loss = float("nan")
+        self._metric = ""
+        self._started = self._printed = time.perf_counter()
+        self._step = self._first_step = self._steps = 0
+
+    def __enter__(self) -> LiveWatcher:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+    def start(self, plan: Plan, *, steps_per_epoch: int, steps_done: int, parameters: int) -> None:
+        """Say what is trained."""
+        self._plan = plan
+        self._steps = steps_per_epoch * plan.settings.epochs
+        self._step = self._first_step = steps_done
+        self._writer = _tensorboard(plan, steps_done)
+        name = f"{plan.files.name}, seed {plan.seed}"
+        continued = f", continued after step {steps_done:,}" if steps_done else ""
+        self._console.print(
+            f"{plan.experiment.title}: {name}. {parameters:,} parameters, {plan.settings.epochs} epochs of "
+            f"{steps_per_epoch:,} steps on {plan.device} in {plan.precision}"
+            f"{', compiled' if plan.compiled else ''}{continued}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status="")
+        self._started = self._printed = time.perf_counter()
+
+    def step(self, *, step: int, loss: float | None, lr: float) -> None:
+        """Move the bar."""
+        self._step = step
+        if loss is not None:
+            self._loss = loss
+            self._bar.update(self._line, completed=step, status=self._status(lr))
+
+    def epoch(self, record: dict[str, float]) -> None:
+        """Show an epoch's result."""
+        assert self._plan is not None
+        curve = self._plan.experiment.curve
+        self._metric = shown(curve, record.get(curve.name))
+        self._loss = record["train_loss"]
+        self._bar.update(self._line, completed=self._step, status=self._status(record["lr"]))
+        now = time.perf_counter()
+        is_last = record["epoch"] == self._plan.settings.epochs
+        if not self._console.is_terminal and (is_last or now - self._printed > _LINE_EVERY):
+            self._printed = now
+            self._console.print(self._status(record["lr"]), highlight=False, soft_wrap=True)
+        if self._writer is not None:
+            for name, value in record.items():
+                if name not in ("epoch", "step"):
+                    self._writer.add_scalar(name, value, record["step"])
+            self._writer.flush()
+
+    def _status(self, lr: float) -> str:
+        assert self._plan is not None
+        done = max(1, self._step - self._first_step)
+        seconds = (time.perf_counter() - self._started) / done
+        epochs = self._plan.settings.epochs
+        epoch = min(epochs, 1 + self._step * epochs // max(1, self._steps))
+        parts = [
+            f"epoch {epoch}/{epochs}",
+            f"loss {self._loss:.4f}",
+            self._metric,
+            f"lr {lr:.2g}",
+            f"{1e3 * seconds:.1f} ms/step",
+            f"{_duration(seconds * (self._steps - self._step))} left",
+        ]
+        return "  ".join(filter(None, parts))
+
+
+def shown(metric: Metric, value: float | None) -> str:
+    """A metric's value with its name, for people."""
+    if value is None:
+        return ""
+    name, _, unit = metric.title.partition(", ")
+    return f"{name} {value:.{metric.digits}f}{unit if unit == '%' else ''}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _tensorboard(plan: Plan, steps_done: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    # What a killed run has written after its last checkpoint is written again.
+    return SummaryWriter(str(plan.files.tensorboard), purge_step=steps_done + 1)

@@ -1,0 +1,197 @@
+"""The trainer: every task by one loop, stopped anywhere and continued to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from adahessian.lab.command import main
+from adahessian.lab.runs import find_results
+
+SHORT = ["--epochs", "2", "--device", "cpu", "--no-compile"]
+
+
+def result_of(output: Path) -> dict:
+    (file,) = output.rglob("*_seed-*.json")
+    return json.loads(file.read_text())
+
+
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    (file,) = output.rglob("weights.pt")
+    return torch.load(file, weights_only=True)
+
+
+def without_times(result: dict) -> list[dict]:
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in result["epochs"]]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert without_times(result_of(one)) == without_times(result_of(other))
+    assert result_of(one)["final"] == result_of(other)["final"]
+
+
+@pytest.mark.parametrize("optimizer", ["adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop"])
+def test_every_optimizer_trains_digits(tmp_path, optimizer):
+    main(["train", "digits", "--optimizer", optimizer, *SHORT, "--output", str(tmp_path)])
+    result = result_of(tmp_path)
+    assert result["optimizer"] == optimizer
+    assert [record["epoch"] for record in result["epochs"]] == [1, 2]
+    assert result["epochs"][1]["train_loss"] < result["epochs"][0]["train_loss"]
+    assert result["final"]["test_accuracy"] == result["epochs"][1]["test_accuracy"]
+    assert {"commit", "versions", "hardware", "command", "seed"} <= result["provenance"][0].keys()
+    assert not list(tmp_path.rglob("checkpoint.pt"))
+    assert len((next(tmp_path.rglob("log.jsonl"))).read_text().splitlines()) == 2
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_settings_are_options_and_name_the_run(tmp_path, capsys):
+    arguments = ["--economical", "--lr", "0.2", "--seeds", "1", "2", "--output", str(tmp_path)]
+    main(["train", "digits", *SHORT, *arguments])
+    results = list(find_results([tmp_path]))
+    assert [result.seed for result in results] == [1, 2]
+    assert {result.name for result in results} == {
+        "adahessian_epochs=2_lr=0.2_update-every=10_measured-epochs=1_batch-fraction=0.25_tangents=bfloat16"
+    }
+    assert results[0].settings["update_every"] == 10
+    assert results[0].epochs[0]["train_loss"] != results[1].epochs[0]["train_loss"]
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def start(output: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "adahessian.lab.command", "train", "digits", *SHORT, "--output", str(output)]
+    return subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    main(["train", "digits", *SHORT, "--output", str(output)])
+    torch.set_num_threads(threads)
+    return output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_interrupted_and_resumed_it_ends_in_the_same_bits(tmp_path, undisturbed, number):
+    """By a signal at whatever step it arrives; often checkpointed, so that a kill leaves one in the middle."""
+    run = start(tmp_path, "--checkpoint-minutes", "0.0001")
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("checkpoint.pt")):
+        assert time.monotonic() < deadline
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.005)
+    run.send_signal(number)
+    said = run.communicate(timeout=120)[0]
+    if list(tmp_path.rglob("*_seed-*.json")):
+        pytest.skip("it was faster than the signal")
+    if number != signal.SIGKILL:
+        assert run.returncode == 130
+        assert "--resume goes on" in said
+    continued = start(tmp_path, "--resume")
+    said = continued.communicate(timeout=120)[0]
+    assert continued.returncode == 0, said
+    assert_same_run(tmp_path, undisturbed)
+    assert len(result_of(tmp_path)["provenance"]) == 2
+
+
+@pytest.mark.parametrize("stops", [1])
+def test_stopping_after_epochs_and_going_on(tmp_path, undisturbed, stops):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "digits", *SHORT, "--output", str(tmp_path), "--stop-after-epochs", str(stops)])
+    assert stopped.value.code == 0
+    main(["train", "digits", *SHORT, "--output", str(tmp_path), "--resume"])
+    torch.set_num_threads(threads)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as refusal:
+        main(["train", *arguments])
+    return str(refusal.value.code)
+
+
+def test_an_earlier_run_is_not_touched_unless_asked(tmp_path, undisturbed):
+    before = result_of(undisturbed)
+    arguments = ("digits", *SHORT, "--output", str(undisturbed))
+    assert "--resume goes on with it, --overwrite begins anew" in refused(*arguments)
+    main(["train", *arguments, "--resume"])
+    assert result_of(undisturbed) == before
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path):
+    arguments = ["digits", *SHORT, "--output", str(tmp_path), "--name", "mine"]
+    with pytest.raises(SystemExit):
+        main(["train", *arguments, "--stop-after-epochs", "1"])
+    said = refused(*arguments, "--lr", "0.1", "--resume")
+    assert "differs in settings" in said
+    checkpoint = next(tmp_path.rglob("checkpoint.pt"))
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    assert "cannot be read" in refused(*arguments, "--resume")
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    arguments = ["digits", *SHORT, "--output", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(["train", *arguments, "--stop-after-epochs", "1"])
+    checkpoint = next(tmp_path.rglob("checkpoint.pt"))
+    before = checkpoint.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "No space left on device" in refused(*arguments, "--resume")
+    assert checkpoint.read_bytes() == before
+    assert not list(tmp_path.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "there is no task nothing; there are digits, cifar10-resnet20"),
+        (["digits", "--optimizer", "lion"], "--optimizer lion: choose adahessian, sgd"),
+        (["criteo-dlrm", "--optimizer", "adam"], "has no settings for adam"),
+        (["digits", "--device", "teapot"], "--device teapot"),
+        (["cifar10-resnet20", "--data-dir", "nowhere", "--device", "cpu"], "nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path, arguments, said):
+    assert said in refused(*arguments, *(["--output", str(tmp_path)] if "--data-dir" in arguments else []))
+
+
+def test_a_run_that_diverges_ends_early_and_says_so(tmp_path, capsys):
+    main(["train", "digits", "--optimizer", "sgd", *SHORT, "--lr", "1e30", "--output", str(tmp_path)])
+    result = result_of(tmp_path)
+    assert result["diverged"]
+    assert result["final"] == {}
+    assert len(result["epochs"]) == 1
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_a_study_runs_its_variants_and_passes_over_those_that_are_finished(tmp_path, capsys):
+    arguments = ["study", "averaging", "--task", "digits", "--epochs", "1", "--output", str(tmp_path)]
+    main([*arguments, "--device", "cpu"])
+    assert {result.settings["averaging"] for result in find_results([tmp_path])} == {"magnitude", "signed"}
+    capsys.readouterr()
+    main([*arguments, "--device", "cpu"])
+    assert capsys.readouterr().out.count("is finished") == 2
