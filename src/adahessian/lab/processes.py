@@ -38,6 +38,11 @@ def processes(device: torch.device) -> Iterator[tuple[Share, torch.device]]:
         distributed.destroy_process_group()
 
 
+def is_first() -> bool:
+    """Whether this is the only process, or the first of those that torchrun has started: the one that speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def wrapped(model: nn.Module, share: Share) -> nn.Module:
     """The model as it is trained: its gradients are averaged over the processes."""
     if share.ranks == 1:

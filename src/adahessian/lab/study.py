@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 from rich.console import Console
 
+from adahessian.lab.processes import is_first
 from adahessian.lab.runs import label
 from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
@@ -122,7 +123,7 @@ class Study:
             experiment = experiment_named(self.task)
         except UnknownTaskError as error:
             raise SystemExit(f"adahessian study: {error}") from error
-        console = Console()
+        console = Console(quiet=not is_first())
         session = replace(self.session, resume=not self.session.overwrite)
         for seed in self.seeds:
             for variant in variants(self.study, dict(experiment.defaults), economical=self.economical):

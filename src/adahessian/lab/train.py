@@ -14,6 +14,7 @@ from rich.console import Console
 from adahessian.lab.checkpoints import CheckpointError
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.optimizers import UnsuitableOptimizerError
+from adahessian.lab.processes import is_first
 from adahessian.lab.runs import Result, RunFiles, label, read_result
 from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName
 from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
@@ -85,7 +86,7 @@ class Train(Generic[SettingsT]):
 
     def run(self) -> None:
         """Train with every seed, and say what came out."""
-        console = Console()
+        console = Console(quiet=not is_first())
         experiment = experiment_named(self.task)
         name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
         for seed in self.seeds:
