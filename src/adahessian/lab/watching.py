@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 from typing import Any
@@ -38,8 +39,9 @@ class LiveWatcher:
         self._writer: Any = None
         self._loss = float("nan")
         self._metric = ""
-        self._started = self._printed = time.perf_counter()
-        self._step = self._first_step = self._steps = 0
+        self._printed = self._looked = time.perf_counter()
+        self._seconds: float | None = None
+        self._step = self._step_looked_at = self._steps = 0
 
     def __enter__(self) -> LiveWatcher:
         self._bar.start()
@@ -56,7 +58,7 @@ class LiveWatcher:
         """Say what is trained."""
         self._plan = plan
         self._steps = steps_per_epoch * plan.settings.epochs
-        self._step = self._first_step = steps_done
+        self._step = self._step_looked_at = steps_done
         self._writer = _tensorboard(plan, steps_done)
         name = f"{plan.files.name}, seed {plan.seed}"
         continued = f", continued after step {steps_done:,}" if steps_done else ""
@@ -68,13 +70,14 @@ class LiveWatcher:
             soft_wrap=True,
         )
         self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status="")
-        self._started = self._printed = time.perf_counter()
+        self._printed = self._looked = time.perf_counter()
 
     def step(self, *, step: int, loss: float | None, lr: float) -> None:
         """Move the bar."""
         self._step = step
         if loss is not None:
             self._loss = loss
+            self._time_steps()
             self._bar.update(self._line, completed=step, status=self._status(lr))
 
     def epoch(self, record: dict[str, float]) -> None:
@@ -83,6 +86,7 @@ class LiveWatcher:
         curve = self._plan.experiment.curve
         self._metric = shown(curve, record.get(curve.name))
         self._loss = record["train_loss"]
+        self._time_steps()
         self._bar.update(self._line, completed=self._step, status=self._status(record["lr"]))
         now = time.perf_counter()
         is_last = record["epoch"] == self._plan.settings.epochs
@@ -95,12 +99,19 @@ class LiveWatcher:
                     self._writer.add_scalar(name, value, record["step"])
             self._writer.flush()
 
+    def _time_steps(self) -> None:
+        """The time of a step of late, so that compiling is soon forgotten; evaluation counts, as it takes time too."""
+        now, steps = time.perf_counter(), self._step - self._step_looked_at
+        if steps:
+            recent = (now - self._looked) / steps
+            self._seconds = recent if self._seconds is None else 0.7 * self._seconds + 0.3 * recent
+            self._looked, self._step_looked_at = now, self._step
+
     def _status(self, lr: float) -> str:
         assert self._plan is not None
-        done = max(1, self._step - self._first_step)
-        seconds = (time.perf_counter() - self._started) / done
+        seconds = self._seconds or 0.0
         epochs = self._plan.settings.epochs
-        epoch = min(epochs, 1 + self._step * epochs // max(1, self._steps))
+        epoch = max(1, math.ceil(self._step * epochs / max(1, self._steps)))
         parts = [
             f"epoch {epoch}/{epochs}",
             f"loss {self._loss:.4f}",
