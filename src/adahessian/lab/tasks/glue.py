@@ -152,7 +152,7 @@ def _defaults(*, lr: float, epochs: int) -> Mapping[OptimizerName, GlueSettings]
         "adam": adamw,
         "sgd": replace(adamw, lr=1e-2, momentum=0.9),
         "adagrad": replace(adamw, lr=1e-3, eps=1e-10),
-        "rmsprop": replace(adamw, lr=2e-5),
+        "rmsprop": replace(adamw, betas=(0.9, 0.99)),
     }
 
 

@@ -181,7 +181,7 @@ def _defaults(common: LanguageSettings, *, adahessian_lr: float) -> Mapping[Opti
         "adam": common,
         "sgd": replace(common, lr=0.5, momentum=0.9, clip_norm=0.25),
         "adagrad": replace(common, lr=0.01),
-        "rmsprop": common,
+        "rmsprop": replace(common, betas=(0.9, 0.99)),
     }
 
 
