@@ -56,6 +56,8 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         from adahessian.lab.demo import Demo
         from adahessian.lab.fetch import Fetch
         from adahessian.lab.lr_guide import StudyLr
+        from adahessian.lab.paper.command import Paper
+        from adahessian.lab.report.command import Report
         from adahessian.lab.study import Study
         from adahessian.lab.task_list import Tasks
         from adahessian.lab.train import Train, parse_train
@@ -74,6 +76,8 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         "tasks": Tasks,
         "train": Train,
         "study": Study,
+        "report": Report,
+        "paper": Paper,
         "fetch": Fetch,
         "bench": Bench,
         "study-lr": StudyLr,

@@ -25,7 +25,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", 
 CONTENDER_COLOURS = (GREY, ORANGE, PURPLE, BLUE, GREEN)
 CONTENDER_LINES = ("-", "--", ":", "-", "--")
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -47,7 +47,7 @@ def plot_digits(runs: Mapping[str, Sequence[Sequence[Epoch]]], path: Path) -> No
         runs: For each contender the epochs of each seed.
         path: The file to write.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.6), layout="constrained")
         by_epoch, by_time, at_end = figure.subplots(1, 3, width_ratios=(1, 1, 1.15))
         by_time.sharey(by_epoch)
@@ -95,7 +95,7 @@ def plot_quadratic(paths: Mapping[str, torch.Tensor], path: Path) -> None:
         landscapes.ADAHESSIAN: (BLUE, "o-", 5.0),
         landscapes.ADAHESSIAN_WITH_MOMENTUM: (GREEN, "o--", 2.5),
     }
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 5), layout="constrained")
         above, distance = figure.subplots(1, 2, width_ratios=(1, 1.1))
         x, y = np.meshgrid(np.linspace(-1.05, 1.05, 400), np.linspace(-1.8, 3.0, 400))
@@ -128,7 +128,7 @@ def plot_wavy(walks: Mapping[float, Mapping[float, WavyWalks]], path: Path) -> N
         walks: The walks, by the momentum of the gradient, then by that of the Hessian.
         path: The file to write.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 9), layout="constrained")
         upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 0.95), hspace=0.04).flat
         one_start, shares = upper.subplots(1, 2, width_ratios=(1.35, 1))

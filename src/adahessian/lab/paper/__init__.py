@@ -1,0 +1,1 @@
+"""``adahessian paper``: every table and figure of the paper, from the runs at hand."""

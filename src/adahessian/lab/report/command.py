@@ -1,0 +1,110 @@
+"""``adahessian report``: what finished runs came to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from adahessian.lab.files import written_whole
+from adahessian.lab.plots import DPI
+from adahessian.lab.report.curves import task_pictures
+from adahessian.lab.report.document import Details, Document, Paragraph, Part, Section, Table
+from adahessian.lab.report.groups import Group, group_runs, known
+from adahessian.lab.report.markdown import markdown
+from adahessian.lab.report.origins import origins
+from adahessian.lab.report.page import page
+from adahessian.lab.report.tables import differ_in_conditions, task_table
+from adahessian.lab.report.terminal import terminal_table
+from adahessian.lab.report.wording import under
+from adahessian.lab.runs import NotARunError, find_results
+
+_INTRODUCTION = (
+    "Means over seeds ± the standard deviation of a sample. Runs that diverged are in no mean. The training loss is "
+    "the mean over the last epoch. The time of a step is the median over the epochs but the first, which compiles, and "
+    "is set against runs on the same hardware in the same precision. The numbers of the paper are those of Yao et al., "
+    "“ADAHESSIAN: An Adaptive Second Order Optimizer for Machine Learning”."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Tables and curves of finished runs: a Markdown file, pictures, and one page for a browser."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Files of runs, or folders with some."""
+
+    output: Path = Path("report")
+    """Folder for report.md, its pictures and index.html."""
+
+    results_page: Path | None = None
+    """Write the Markdown to this file too, with the paths of its pictures as they are from there."""
+
+    def run(self) -> None:
+        """Read the runs, print the tables, write the files."""
+        console = Console()
+        try:
+            runs, strangers = known(find_results(self.runs))
+        except NotARunError as error:
+            raise SystemExit(f"adahessian report: {error}. Name files of runs, or folders with some") from error
+        for stranger in strangers:
+            console.print(stranger, highlight=False, soft_wrap=True)
+        if not runs:
+            named = " ".join(map(str, self.runs)) or "nothing"
+            raise SystemExit(f"adahessian report: no finished run in {named}; adahessian train makes some")
+        document = make_document(group_runs(runs))
+        for section in document.sections:
+            console.rule(section.title, align="left")
+            for part in section.parts:
+                if isinstance(part, Table):
+                    console.print(terminal_table(part))
+        try:
+            self._write(document)
+        except OSError as error:
+            raise SystemExit(f"adahessian report: {error}. Choose another --output or --results-page") from error
+        written = [self.output / "report.md", self.output / "index.html", self.results_page]
+        console.print(*filter(None, written), sep="\n", highlight=False, soft_wrap=True)
+
+    def _write(self, document: Document) -> None:
+        for picture in document.pictures:
+            with written_whole(self.output / picture.file) as file:
+                picture.draw("light").savefig(file, dpi=DPI)
+        _write_text(self.output / "report.md", markdown(document))
+        _write_text(self.output / "index.html", page(document))
+        if self.results_page is not None:
+            there = os.path.relpath(self.output, self.results_page.parent)
+            _write_text(self.results_page, markdown(document, f"{Path(there).as_posix()}/"))
+
+
+def make_document(groups: Sequence[Group]) -> Document:
+    """The report of runs: a section for each task."""
+    return Document(
+        title="Runs of adahessian",
+        introduction=_INTRODUCTION,
+        sections=[_section(list(of_task)) for _, of_task in groupby(groups, key=lambda group: group.experiment.name)],
+    )
+
+
+def _section(groups: list[Group]) -> Section:
+    experiment = groups[0].experiment
+    parts: list[Part] = []
+    if not differ_in_conditions(groups):
+        parts.append(Paragraph(f"All {under(groups[0].conditions)}."))
+    parts.append(task_table(groups))
+    if any(len(run.epochs) == 1 for group in groups for run in group.finished):
+        parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))
+    parts += task_pictures(groups)
+    if experiment.notes:
+        parts.append(Details(heading="What to know of the task", lines=experiment.notes))
+    parts.append(Details(heading="Where the numbers come from", lines=origins(groups)))
+    return Section(title=experiment.title, anchor=experiment.name, parts=parts)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with written_whole(path) as file:
+        file.write(text.encode())

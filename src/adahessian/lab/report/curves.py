@@ -1,0 +1,161 @@
+"""Curves of a task: its metric and its training loss, by epoch and by time."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from adahessian.lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from adahessian.lab.report.costs import hardware
+from adahessian.lab.report.document import Picture
+from adahessian.lab.report.groups import Group
+from adahessian.lab.report.tables import differ_in_conditions
+from adahessian.lab.report.themes import Theme, style
+from adahessian.lab.report.wording import group_title
+from adahessian.lab.runs import Result
+from adahessian.lab.settings import OptimizerName
+from adahessian.lab.tasks.task import Metric
+
+COLOURS: dict[OptimizerName, str] = {
+    "sgd": GREY,
+    "adam": ORANGE,
+    "adamw": PURPLE,
+    "adagrad": GREEN,
+    "rmsprop": VERMILION,
+    "adahessian": BLUE,
+}
+_LINES = ("-", "--", "-.", ":")
+
+_TRAIN_LOSS = Metric(name="train_loss", title="training loss", higher_is_better=False)
+
+# With more choices than this, the lines of single seeds are left out: nobody could follow them.
+_MOST_WITH_SEEDS = 8
+
+# Share of the epochs whose values decide no axis: the way to the first sensible network hides all that follows.
+_FIRST = 0.1
+
+
+def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
+    """Four plots of a task, unless no run has two epochs.
+
+    Args:
+        groups: All runs of the task.
+    """
+    experiment = groups[0].experiment
+    if all(len(run.epochs) < 2 for group in groups for run in group.runs):
+        return
+    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS)):
+        for by in ("epoch", "time"):
+            yield Picture(
+                file=f"{experiment.name}-{metric.name.replace('_', '-')}-by-{by}.png",
+                caption=f"{experiment.title}: {metric.title} by {by}",
+                draw=partial(_draw, groups, metric, by),
+            )
+
+
+def _looks(groups: Sequence[Group], theme: Theme) -> Iterator[tuple[Group, dict[str, Any]]]:
+    """Groups with how each is drawn: a colour an optimizer, and within it a line, and then a shade, a choice."""
+    seen: Counter[OptimizerName] = Counter()
+    for group in groups:
+        shade, line = divmod(seen[group.optimizer], len(_LINES))
+        seen[group.optimizer] += 1
+        colour = _towards_white(COLOURS[group.optimizer], min(0.75, 0.3 * shade + (0.3 if theme == "dark" else 0.0)))
+        yield group, {"color": colour, "linestyle": _LINES[line]}
+
+
+def _towards_white(colour: str, share: float) -> tuple[float, float, float]:
+    red, green, blue = (part + share * (1 - part) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Figure:
+    with matplotlib.rc_context(style(theme)):
+        named = differ_in_conditions(groups)
+        titles = [textwrap.fill(group_title(group, with_conditions=named), 34) for group in groups]
+        legend_lines = sum(max(title.count("\n") + 1 for title in titles[i : i + 2]) for i in range(0, len(titles), 2))
+        figure = Figure(figsize=(6, 3.7 + 0.19 * legend_lines), layout="constrained")
+        axes = figure.subplots()
+        unit, length = _unit(groups) if by == "time" else ("epoch", 1.0)
+        for (group, look), title in zip(_looks(groups, theme), titles, strict=True):
+            _draw_group(axes, group, metric, by, length, look, title, seeds=len(groups) <= _MOST_WITH_SEEDS)
+        name, *of_unit = metric.title.split(", ", 1)
+        axes.set(title=", ".join([f"{name} by {by}", *of_unit]), xlabel=unit)
+        _limit(axes, groups, metric)
+        figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _draw_group(
+    axes: Axes, group: Group, metric: Metric, by: str, length: float, look: dict[str, Any], title: str, *, seeds: bool
+) -> None:
+    runs = group.runs if by == "epoch" else _of_one_hardware(group.runs)
+    curves = [_curve(run, metric, by, length) for run in runs]
+    several = [curve for run, curve in zip(runs, curves, strict=True) if run in group.finished and curve.size]
+    for run, curve in zip(runs, curves, strict=True):
+        if (seeds and len(runs) > 1) or run not in group.finished:
+            axes.plot(*curve, **look, linewidth=0.7, alpha=0.35)
+        if run not in group.finished and curve.size:
+            axes.plot(*curve[:, -1], "x", color=look["color"], markersize=8, markeredgewidth=2)
+    if several and len({curve.shape for curve in several}) == 1:
+        axes.plot(*_middle(several, metric), **look, linewidth=1.5, label=title)
+    else:
+        axes.plot([], [], **look, marker="x", label=f"{title} (diverged)" if not several else title)
+
+
+def _curve(run: Result, metric: Metric, by: str, length: float) -> np.ndarray[Any, Any]:
+    """Positions and values of a run, as far as these are finite."""
+    points = [
+        (record["epoch"] if by == "epoch" else record["seconds"] / length, record[metric.name])
+        for record in run.epochs
+        if math.isfinite(record.get(metric.name, math.nan))
+    ]
+    return np.array(points).reshape(-1, 2).T
+
+
+def _middle(curves: Sequence[np.ndarray[Any, Any]], metric: Metric) -> np.ndarray[Any, Any]:
+    """The mean curve: geometric on a logarithmic axis, where another would follow the highest seed."""
+    if metric is not _TRAIN_LOSS or any((curve[1] <= 0).any() for curve in curves):
+        return np.asarray(np.mean(curves, axis=0))
+    positions, values = np.moveaxis(np.array(curves), 1, 0)
+    return np.stack([positions.mean(axis=0), np.exp(np.log(values).mean(axis=0))])
+
+
+def _of_one_hardware(runs: Sequence[Result]) -> list[Result]:
+    """The runs on what most ran on: times on two machines have no mean."""
+    most = Counter(map(hardware, runs)).most_common(1)[0][0]
+    return [run for run in runs if hardware(run) == most]
+
+
+def _unit(groups: Sequence[Group]) -> tuple[str, float]:
+    longest = max(run.epochs[-1]["seconds"] for group in groups for run in group.runs)
+    name, length = next(
+        (unit for unit in (("hours", 3600.0), ("minutes", 60.0)) if longest > 2 * unit[1]), ("seconds", 1.0)
+    )
+    return f"{name} of training", length
+
+
+def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> None:
+    """Choose the scale: logarithmic for a loss, and for a metric what comes after the first epochs."""
+    if metric is _TRAIN_LOSS:
+        axes.set_yscale("log")
+        return
+    values = [
+        value
+        for group in groups
+        for run in group.finished
+        for value in _curve(run, metric, "epoch", 1.0)[1][math.ceil(_FIRST * len(run.epochs)) :]
+    ]
+    if values:
+        low, high = min(values), max(values)
+        margin = 0.05 * (high - low) or 0.5
+        axes.set_ylim(low - margin, high + margin)

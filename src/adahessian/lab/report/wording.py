@@ -1,0 +1,92 @@
+"""Settings and conditions in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from adahessian.lab.report.groups import Group
+from adahessian.lab.runs import label
+from adahessian.lab.settings import OPTIMIZER_TITLES
+
+_WORDS = {
+    "update_every": "curvature every {} steps",
+    "batch_fraction": "on {} of the batch",
+    "measured_epochs": "after {} epochs of every step",
+    "tangents": "{} tangents",
+    "lr": "lr {}",
+    "block_size": "blocks of {}",
+    "epochs": "{} epochs",
+    "num_probes": "{} probes",
+}
+# Read as one phrase, these stand first and in this order.
+_PHRASE = ("update_every", "batch_fraction", "measured_epochs")
+
+
+def in_words(changed: Mapping[str, Any]) -> str:
+    """Settings that are not a task's own.
+
+    Example:
+        >>> in_words({"lr": 0.3, "update_every": 10, "batch_fraction": 0.25})
+        'curvature every 10 steps on 25% of the batch, lr 0.3'
+    """
+    phrase = " ".join(_one(name, changed[name]) for name in _PHRASE if name in changed)
+    others = [_one(name, value) for name, value in changed.items() if name not in _PHRASE]
+    return ", ".join(filter(None, [phrase, *others]))
+
+
+def _one(name: str, value: Any) -> str:
+    if name == "batch_fraction":
+        shown = f"{value:.3g}" if value > 1 else f"{100 * value:g}%"
+    elif name == "measured_epochs" and value == 1:
+        return "after 1 epoch of every step"
+    elif name == "update_every" and value == 1:
+        return "curvature every step"
+    elif isinstance(value, list | tuple):
+        shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value) or "none"
+    else:
+        shown = f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+    return _WORDS.get(name, name.replace("_", " ") + " {}").format(shown)
+
+
+def under(conditions: Mapping[str, Any]) -> str:
+    """The conditions of a run.
+
+    Example:
+        >>> under({"device": "cuda", "precision": "tf32", "compiled": True, "processes": 1})
+        'on cuda in tf32, compiled'
+    """
+    processes = conditions.get("processes", 1)
+    return ", ".join(
+        [
+            f"on {conditions['device']} in {conditions['precision']}",
+            "compiled" if conditions["compiled"] else "not compiled",
+            *([f"{processes} processes"] if processes > 1 else []),
+        ]
+    )
+
+
+def group_title(group: Group, *, with_conditions: bool) -> str:
+    """What tables and plots call a group.
+
+    Args:
+        group: The runs.
+        with_conditions: Whether there are others that differ in their conditions only.
+    """
+    return ", ".join(
+        [
+            OPTIMIZER_TITLES[group.optimizer],
+            *filter(None, [in_words(group.changed)]),
+            *([f"“{group.name}”"] if _named_by_user(group) else []),
+            *([under(group.conditions)] if with_conditions else []),
+        ]
+    )
+
+
+def _named_by_user(group: Group) -> bool:
+    defaults = group.experiment.defaults[group.optimizer]
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in group.changed.items()}
+    if not values.keys() <= {field.name for field in fields(defaults)}:
+        return True
+    return group.name != label(group.optimizer, replace(defaults, **values), defaults)

@@ -1,0 +1,319 @@
+import json
+import math
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+import tyro
+
+from adahessian.lab.report.command import Report, make_document
+from adahessian.lab.report.costs import step_seconds, step_time
+from adahessian.lab.report.curves import COLOURS
+from adahessian.lab.report.document import Details, Table
+from adahessian.lab.report.groups import OPTIMIZER_ORDER, changed_settings, group_runs
+from adahessian.lab.report.markdown import markdown, table_text
+from adahessian.lab.report.tables import task_table
+from adahessian.lab.report.wording import group_title
+from adahessian.lab.runs import Result, label
+from adahessian.lab.settings import OPTIMIZER_NAMES
+from adahessian.lab.tasks.registry import EXPERIMENTS
+
+STEPS = 196
+
+
+def make_run(
+    optimizer="sgd",
+    seed=1,
+    accuracy=92.0,
+    *,
+    task="cifar10-resnet20",
+    step=0.003,
+    compiling=60.0,
+    epochs=6,
+    diverged=False,
+    accelerator="NVIDIA H200",
+    conditions=None,
+    name=None,
+    date="2026-01-01T00:00:00+00:00",
+    final=None,
+    **changed,
+):
+    experiment = EXPERIMENTS[task]
+    defaults = experiment.defaults[optimizer]
+    settings = replace(defaults, **changed)
+    records = [
+        {
+            "epoch": number,
+            "step": STEPS * number,
+            "train_loss": math.nan if diverged and number == epochs else 2.0 / number,
+            "lr": 0.1,
+            "seconds": compiling + STEPS * number * step,
+            **({} if diverged and number == epochs else {experiment.curve.name: accuracy - 10 / number}),
+        }
+        for number in range(1, epochs + 1)
+    ]
+    return Result(
+        task=task,
+        name=name or label(optimizer, settings, defaults),
+        optimizer=optimizer,
+        seed=seed,
+        settings=json.loads(json.dumps(asdict(settings))),
+        conditions=conditions or {"device": "cuda", "precision": "tf32", "compiled": True, "processes": 1},
+        epochs=records,
+        final={} if diverged else final or {experiment.metric.name: accuracy},
+        diverged=diverged,
+        parameters=100,
+        peak_bytes=2**30,
+        provenance=[
+            {
+                "command": f"adahessian train {task} --optimizer {optimizer} --seeds {seed}",
+                "commit": "0123456789",
+                "date": date,
+                "seed": seed,
+                "hardware": {"processor": "a processor", "cores": 1, "threads": 1, "accelerator": accelerator},
+                "versions": {"adahessian": "1", "python": "3", "torch": "2"},
+            }
+        ],
+    )
+
+
+def write(run, folder):
+    path = folder / f"{run.task}_{run.name}_seed-{run.seed}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(run.to_json()))
+    return path
+
+
+def column(table, heading):
+    position = list(table.headings).index(heading)
+    return {row[0]: row[position] for row in table.rows}
+
+
+def test_mean_and_deviation_are_those_of_the_seeds():
+    accuracies = [91.9, 92.1, 92.4]
+    runs = [make_run(seed=seed, accuracy=accuracy) for seed, accuracy in enumerate(accuracies)]
+    (group,) = group_runs(runs)
+    assert group.final("test_accuracy").mean == pytest.approx(mean(accuracies))
+    assert group.final("test_accuracy").deviation == pytest.approx(stdev(accuracies))
+    table = task_table([group])
+    assert column(table, "test accuracy, %") == {"SGD": "92.13 ± 0.25"}
+    assert column(table, "seeds") == {"SGD": "3 seeds"}
+    assert column(table, "paper") == {"SGD": "92.08 ± 0.08"}
+    assert column(table, "training loss") == {"SGD": "0.3333 ± 0.0000"}
+
+
+def test_one_seed_has_no_deviation():
+    table = task_table(group_runs([make_run()]))
+    assert column(table, "test accuracy, %") == {"SGD": "92.00"}
+    assert column(table, "seeds") == {"SGD": "1 seed"}
+
+
+def test_diverged_runs_are_in_no_mean():
+    runs = [make_run(seed=1, accuracy=92.0), make_run(seed=2, accuracy=94.0), make_run(seed=3, diverged=True)]
+    table = task_table(group_runs(runs))
+    assert column(table, "test accuracy, %") == {"SGD": "93.00 ± 1.41"}
+    assert column(table, "seeds") == {"SGD": "1 of 3 diverged"}
+    only_diverged = task_table(group_runs([make_run(diverged=True)]))
+    assert column(only_diverged, "test accuracy, %") == {"SGD": "diverged"}
+
+
+def test_a_result_that_is_not_finite_is_no_result():
+    run = make_run("sgd", task="ptb-tensorized", final={"test_perplexity": math.inf})
+    table = task_table(group_runs([run, make_run("sgd", 2, task="ptb-tensorized", accuracy=60.0)]))
+    assert column(table, "test perplexity") == {"SGD": "60.00"}
+    assert column(table, "seeds") == {"SGD": "1 of 2 diverged"}
+
+
+def test_a_run_that_is_there_twice_counts_once():
+    runs = [make_run(seed=1, accuracy=92.0), make_run(seed=2, accuracy=93.0), make_run(seed=2, accuracy=93.0)]
+    (group,) = group_runs(runs)
+    assert [run.seed for run in group.runs] == [1, 2]
+    assert group.repeated == []
+
+
+def test_of_two_runs_with_one_seed_the_later_counts():
+    later = make_run(accuracy=93.0, date="2026-02-01T00:00:00+00:00")
+    (group,) = group_runs([later, make_run(accuracy=92.0)])
+    assert group.runs == [later]
+    assert group.repeated == [1]
+    details = [part for part in make_document([group]).sections[0].parts if isinstance(part, Details)]
+    assert any("the latest counts" in line for line in details[-1].lines)
+
+
+def test_settings_that_are_not_the_tasks_own_make_another_row_in_words():
+    groups = group_runs(
+        [
+            make_run("adahessian"),
+            make_run("adahessian", update_every=10, batch_fraction=0.25, measured_epochs=1.0),
+            make_run("adahessian", decay_epochs=(3, 4)),
+            make_run("adahessian", name="mine"),
+        ]
+    )
+    titles = {group_title(group, with_conditions=False) for group in groups}
+    assert titles == {
+        "AdaHessian",
+        "AdaHessian, curvature every 10 steps on 25% of the batch after 1 epoch of every step",
+        "AdaHessian, decay epochs 3 4",
+        "AdaHessian, “mine”",
+    }
+    # The paper's number belongs to its own settings.
+    assert [bool(cell) for cell in column(task_table(groups), "paper").values()].count(True) == 2
+
+
+def test_settings_that_only_say_how_to_compute_make_no_other_row():
+    run = make_run("sgd", task="imagenet-resnet18", workers=9)
+    assert changed_settings(run) == {}
+
+
+def test_conditions_are_told_where_they_differ():
+    on_cpu = {"device": "cpu", "precision": "float32", "compiled": False, "processes": 1}
+    table = task_table(group_runs([make_run(), make_run(seed=2, conditions=on_cpu)]))
+    assert {row[0] for row in table.rows} == {"SGD, on cuda in tf32, compiled", "SGD, on cpu in float32, not compiled"}
+
+
+def test_time_of_a_step_leaves_out_the_first_epoch():
+    assert step_seconds(make_run(step=0.004, compiling=500.0)) == pytest.approx(0.004)
+    assert step_seconds(make_run(step=0.004, compiling=0.0, epochs=1)) == pytest.approx(0.004)
+
+
+def test_time_of_a_step_is_set_against_sgd_on_the_same_hardware():
+    sgd, adam = make_run("sgd", step=0.002), make_run("adam", step=0.004)
+    there = make_run("sgd", seed=2, step=0.05, accelerator="another GPU")
+    groups = group_runs([sgd, adam, there, make_run("adahessian", step=0.005)])
+    time = step_time(groups[-1], groups)
+    assert (time.base, time.ratio) == ("sgd", pytest.approx(2.5))
+    assert step_time(groups[-1], groups, ("adam",)).ratio == pytest.approx(1.25)
+    without_sgd = group_runs([adam, make_run("adahessian", step=0.005)])
+    assert step_time(without_sgd[-1], without_sgd).base == "adam"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"accelerator": "another GPU"},
+        {"conditions": {"device": "cuda", "precision": "bfloat16", "compiled": True, "processes": 1}},
+        {"conditions": {"device": "cuda", "precision": "tf32", "compiled": False, "processes": 1}},
+        {"batch_size": 32},
+    ],
+)
+def test_times_under_other_conditions_are_not_compared(other):
+    groups = group_runs([make_run("sgd", **other), make_run("adahessian")])
+    assert step_time(groups[-1], groups).ratio is None
+
+
+class References(HTMLParser):
+    """Everything that a browser would load, and all tags."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        loading = {"src", "srcset", "href", "data", "poster", "action", "background", "xlink:href"}
+        self.loaded += [value for name, value in attrs if name in loading]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("report")
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        write(make_run("sgd", seed, 92.0 + seed / 10), runs)
+        write(make_run("adahessian", seed, 92.1 + seed / 10, step=0.009), runs)
+    write(make_run("adam", diverged=True, name="<b>&'\"| name"), runs / "deeper")
+    write(make_run("adagrad", task="criteo-dlrm", epochs=1, accuracy=79.1), runs)
+    (runs / "other.json").write_text("[]")
+    page = tmp_path / "pages" / "RESULTS.md"
+    Report(runs=(runs,), output=tmp_path / "report", results_page=page).run()
+    return tmp_path
+
+
+def test_page_needs_nothing_but_itself(written):
+    html = (written / "report" / "index.html").read_text()
+    references = References()
+    references.feed(html)
+    assert "script" not in references.tags
+    assert "link" not in references.tags
+    assert references.loaded
+    assert all(value.startswith(("data:image/svg+xml;base64,", "#")) for value in references.loaded)
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert 'name="viewport"' in html
+    assert "prefers-color-scheme: dark" in style
+
+
+def test_page_has_tables_pictures_and_origins(written):
+    references = References()
+    references.feed((written / "report" / "index.html").read_text())
+    assert references.tags.count("table") == 2
+    assert references.tags.count("img") == 4
+    assert references.tags.count("source") == 4
+    # A name is text, whatever it looks like.
+    assert "b" not in references.tags
+    text = "".join(references.text)
+    for said in ("92.15 ± 0.07", "diverged", "“<b>&'\"| name”", "0123456789", "NVIDIA H200", "torch 2", "79.100"):
+        assert said in text
+    assert "adahessian train cifar10-resnet20 --optimizer sgd --seeds 1" in text
+
+
+def test_pictures_of_the_markdown_are_there(written):
+    for page in (written / "report" / "report.md", written / "pages" / "RESULTS.md"):
+        sources = [part.partition('"')[0] for part in page.read_text().split('<img src="')[1:]]
+        assert len(sources) == 4
+        assert all((page.parent / source).read_bytes().startswith(b"\x89PNG") for source in sources)
+        assert not any(source.startswith("/") for source in sources)
+
+
+def test_rows_of_markdown_have_the_cells_of_the_heading(written):
+    lines = [line for line in (written / "report" / "report.md").read_text().splitlines() if line.startswith("|")]
+    bars = {line.replace("\\|", "").count("|") for line in lines[:5]}
+    assert len(bars) == 1
+    assert table_text(Table(headings=["a", "b"], rows=[["x|y", "1"]])) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
+
+
+def test_same_runs_make_the_same_report(written):
+    first = (written / "report" / "index.html").read_bytes()
+    Report(runs=(written / "runs",), output=written / "report").run()
+    assert (written / "report" / "index.html").read_bytes() == first
+
+
+def test_every_task_has_a_section():
+    runs = [
+        make_run(optimizer, task=task) for task, experiment in EXPERIMENTS.items() for optimizer in experiment.defaults
+    ]
+    document = make_document(group_runs(runs))
+    assert [section.anchor for section in document.sections] == list(EXPERIMENTS)
+    assert markdown(document).count("\n## ") == len(EXPERIMENTS)
+
+
+def test_every_optimizer_has_a_place_and_a_colour():
+    assert sorted(OPTIMIZER_ORDER) == sorted(COLOURS) == sorted(OPTIMIZER_NAMES)
+
+
+def test_runs_of_unknown_tasks_are_left_out(tmp_path, capsys):
+    unknown = replace(make_run(), task="no-such-task")
+    Report(runs=(write(unknown, tmp_path), write(make_run(), tmp_path)), output=tmp_path / "report").run()
+    assert "no-such-task" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_told(tmp_path):
+    (tmp_path / "notes.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"adahessian report: .*notes\.json is no run"):
+        Report(runs=(tmp_path / "notes.json",), output=tmp_path / "report").run()
+    with pytest.raises(SystemExit, match="adahessian report: no finished run in"):
+        Report(runs=(tmp_path,), output=tmp_path / "report").run()
+    assert not (tmp_path / "report").exists()
+    with pytest.raises(SystemExit, match=r"adahessian report: .*--output"):
+        Report(runs=(write(make_run(), tmp_path),), output=tmp_path / "notes.json").run()
+
+
+def test_command_line():
+    parsed = tyro.cli(Report, args=["a.json", "b", "--output", "o", "--results-page", "R.md"])
+    assert parsed == Report(runs=(Path("a.json"), Path("b")), output=Path("o"), results_page=Path("R.md"))
