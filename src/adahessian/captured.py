@@ -158,7 +158,7 @@ class CapturedStep:
                 return None
             try:
                 return graphs.replay(batch, due)
-            except _CannotCaptureError as cannot:
+            except CannotCaptureError as cannot:
                 self._graphs[key] = None
                 say(f"the step is not captured: {cannot}")
                 return None
@@ -249,8 +249,8 @@ class _Graphs:
         self._batch = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
         self._inputs = list(tensors_of(self._batch))
         self._probes: list[list[Tensor]] = []
-        self._gradient: _Graph[tuple[Tensor, list[Tensor | None]]] | None = None
-        self._found: _Graph[Found] | None = None
+        self._gradient: Graph[tuple[Tensor, list[Tensor | None]]] | None = None
+        self._found: Graph[Found] | None = None
         self._beside: torch.cuda.Stream | None = None
 
     def replay(self, batch: Any, due: bool) -> Tensor:
@@ -281,12 +281,12 @@ class _Graphs:
 
     def _replay_gradient(self) -> Tensor:
         if self._gradient is None:
-            self._gradient = _Graph(lambda: self._step.gradient(self._batch), self._model)
+            self._gradient = Graph(lambda: self._step.gradient(self._batch), self._model)
         loss, gradients = self._gradient.replay()
         self._step.leave(gradients)
         return loss.clone()
 
-    def _curvature_graph(self, part: Any, *, keep_buffers: bool) -> _Graph[Found]:
+    def _curvature_graph(self, part: Any, *, keep_buffers: bool) -> Graph[Found]:
         """The graph of the curvature pass, with the probes of this measurement in place."""
         probes = range(self._optimizer.num_probes)
         if self._found is None:
@@ -297,7 +297,7 @@ class _Graphs:
             # On a part of the batch kernels are many and short. Beside those of the gradient, and before them wherever
             # both wait, they take next to no time.
             priority = _USUAL if keep_buffers else _URGENT
-            self._found = _Graph(
+            self._found = Graph(
                 lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model, priority=priority
             )
             if not self._found.is_random and _buffers_are_only_written(self._model):
@@ -308,7 +308,7 @@ class _Graphs:
         return self._found
 
 
-class _Graph(Generic[Result]):
+class Graph(Generic[Result]):
     """What a function launches, to be replayed; its result stays where it is and is overwritten.
 
     Args:
@@ -336,7 +336,7 @@ class _Graph(Generic[Result]):
                     torch.cuda.current_stream().wait_stream(stream)
                 self.is_random = not torch.equal(there, torch.cuda.get_rng_state())
                 if here != _host_random_states():
-                    raise _CannotCaptureError("it draws random numbers on the host, which a graph would freeze")
+                    raise CannotCaptureError("it draws random numbers on the host, which a graph would freeze")
             self._graph = torch.cuda.CUDAGraph()
             here_again = torch.cuda.current_stream()
             try:
@@ -346,7 +346,7 @@ class _Graph(Generic[Result]):
                     torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
                 ):
                     self._result = function()
-            except _CannotCaptureError:
+            except CannotCaptureError:
                 torch.cuda.set_stream(here_again)  # a capture that fails may leave its own behind
                 raise
 
@@ -356,7 +356,7 @@ class _Graph(Generic[Result]):
         return self._result
 
 
-class _CannotCaptureError(Exception):
+class CannotCaptureError(Exception):
     """A step that no graph can stand for. It is raised before anything has been captured."""
 
 
@@ -368,7 +368,7 @@ def _failing_means_uncaptured() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the compiler, or the capture, stumbles over
-        raise _CannotCaptureError(first_line(error)) from error
+        raise CannotCaptureError(first_line(error)) from error
 
 
 @contextmanager
@@ -383,7 +383,7 @@ def _waiting_forbidden() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise _CannotCaptureError(first_line(error)) from error
+        raise CannotCaptureError(first_line(error)) from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
 

@@ -46,11 +46,10 @@ class Stepping:
         self.plain: list[int] = []
         self._settings = _decisive(group)
         self._ids = list(map(id, params))
-        self._forms = list(map(_form, params))
+        self._forms = _forms(params)
         self._whole_states: list[State] = []
         self._tensors: list[Tensor] = []
         self._sharded = any(here is not param for here, param in zip(self.here, params, strict=True))
-        self._addresses: list[int] = []
         self._counter: Tensor | None = None
 
     def complete(self, state: dict[Tensor, State], fusion: Fusion) -> None:
@@ -76,23 +75,11 @@ class Stepping:
             list(map(id, params)) == self._ids
             and len(self._whole_states) == len(params)
             and self._settings == _decisive(self.group)
-            and self._are_as_they_were()
+            and _forms(params) == self._forms
             and all(map(operator.is_, map(state.get, params), self._whole_states))
             and all(map(operator.is_, _tensors_of(self._whole_states), self._tensors))
+            and not (self._sharded and not all(map(operator.is_, map(local, params), self.here)))
         )
-
-    def _are_as_they_were(self) -> bool:
-        """Whether no parameter has another shape, dtype or device, or other shards."""
-        if self._sharded:
-            return list(map(_form, self.params)) == self._forms and all(
-                map(operator.is_, map(local, self.params), self.here)
-            )
-        # Where the address is the same, all else is: another dtype or device has other memory.
-        addresses = list(map(Tensor.data_ptr, self.params))
-        if addresses == self._addresses:
-            return True
-        self._addresses = addresses
-        return list(map(_form, self.params)) == self._forms
 
     def count(self) -> list[float]:
         """Count a step; returns the count of each parameter, unless these are on the device."""
@@ -130,8 +117,12 @@ class Stepping:
             state["step"] = count
 
 
-def _form(param: Tensor) -> tuple[Any, ...]:
-    return param.shape, param.stride(), param.dtype, param.device
+_LOOK = operator.attrgetter("shape", "dtype", "device")
+
+
+def _forms(params: list[Tensor]) -> list[Any]:
+    # Without a call of the interpreter for each: a model may have hundreds.
+    return [*map(_LOOK, params), *map(Tensor.stride, params)]
 
 
 def _decisive(group: Group) -> tuple[Any, ...]:

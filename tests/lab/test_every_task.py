@@ -114,6 +114,20 @@ def outcome(output: Path) -> tuple[dict, list, dict]:
 
 
 @pytest.mark.parametrize("name", TASKS)
+def test_every_optimizer_that_has_settings_takes_steps(name, tmp_path):
+    make_data, options = TASKS[name]
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    if make_data is not None:
+        make_data(data_dir)
+    for optimizer in EXPERIMENTS[name].defaults:
+        where = ["--data-dir", str(data_dir), "--output", str(tmp_path / optimizer), "--optimizer", optimizer]
+        main(["train", name, "--device", "cpu", "--no-compile", "--epochs", "1", *where, *options])
+        _, epochs, _ = outcome(tmp_path / optimizer)
+        assert epochs[0]["train_loss"] > 0
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_stopped_in_the_middle_it_ends_in_the_same_bits(name, tmp_path, monkeypatch):
     make_data, options = TASKS[name]
     data_dir = tmp_path / "data"

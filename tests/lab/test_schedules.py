@@ -53,13 +53,14 @@ def test_on_a_plateau_as_torchs_own(higher_is_better):
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     other = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     settings = Settings(epochs=20, batch_size=1, lr=1.0, schedule="plateau", decay_factor=0.5, plateau_patience=3)
-    schedule = Schedule(optimizer, settings, steps_per_epoch=1, higher_is_better=higher_is_better)
+    schedule = Schedule(optimizer, settings, steps_per_epoch=3, higher_is_better=higher_is_better)
     theirs = ReduceLROnPlateau(other, "max" if higher_is_better else "min", factor=0.5, patience=3, threshold=1e-3)
     for result in results:
-        optimizer.step()
+        for _ in range(3):
+            assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+            optimizer.step()
+            schedule.step()
+            other.step()
         schedule.after_epoch(result)
-        schedule.step()
-        other.step()
         theirs.step(result)
-        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
     assert optimizer.param_groups[0]["lr"] < 0.5

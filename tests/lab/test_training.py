@@ -112,13 +112,10 @@ def test_interrupted_and_resumed_it_ends_in_the_same_bits(tmp_path, undisturbed,
     assert len(result_of(tmp_path)["provenance"]) == 2
 
 
-@pytest.mark.parametrize("stops", [1])
-def test_stopping_after_epochs_and_going_on(tmp_path, undisturbed, stops):
+def test_stopping_after_epochs_and_going_on(tmp_path, undisturbed):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "digits", *SHORT, "--output", str(tmp_path), "--stop-after-epochs", str(stops)])
-    assert stopped.value.code == 0
+    main(["train", "digits", *SHORT, "--output", str(tmp_path), "--stop-after-epochs", "1"])
     main(["train", "digits", *SHORT, "--output", str(tmp_path), "--resume"])
     torch.set_num_threads(threads)
     assert_same_run(tmp_path, undisturbed)
@@ -140,19 +137,30 @@ def test_an_earlier_run_is_not_touched_unless_asked(tmp_path, undisturbed):
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
     arguments = ["digits", *SHORT, "--output", str(tmp_path), "--name", "mine"]
-    with pytest.raises(SystemExit):
-        main(["train", *arguments, "--stop-after-epochs", "1"])
+    main(["train", *arguments, "--stop-after-epochs", "1"])
     said = refused(*arguments, "--lr", "0.1", "--resume")
-    assert "differs in settings" in said
+    assert "differs in --lr. Choose another --name" in said
     checkpoint = next(tmp_path.rglob("checkpoint.pt"))
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     assert "cannot be read" in refused(*arguments, "--resume")
 
 
+def test_a_finished_run_of_other_settings_is_not_passed_over(undisturbed):
+    name = result_of(undisturbed)["name"]
+    arguments = ("digits", *SHORT, "--output", str(undisturbed), "--name", name, "--resume")
+    assert "differs in --lr, precision" in refused(*arguments, "--lr", "0.1", "--precision", "float32")
+
+
+def test_all_seeds_are_begun_when_each_is_to_stop(tmp_path, capsys):
+    arguments = ["train", "digits", *SHORT, "--output", str(tmp_path), "--seeds", "1", "2", "--stop-after-epochs", "1"]
+    main(arguments)
+    assert capsys.readouterr().out.count("stopped after epoch 1 of 2") == 2
+    assert len(list(tmp_path.rglob("checkpoint.pt"))) == 2
+
+
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     arguments = ["digits", *SHORT, "--output", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        main(["train", *arguments, "--stop-after-epochs", "1"])
+    main(["train", *arguments, "--stop-after-epochs", "1"])
     checkpoint = next(tmp_path.rglob("checkpoint.pt"))
     before = checkpoint.read_bytes()
 
@@ -172,6 +180,10 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         (["digits", "--optimizer", "lion"], "--optimizer lion: choose adahessian, sgd"),
         (["criteo-dlrm", "--optimizer", "adam"], "has no settings for adam"),
         (["digits", "--device", "teapot"], "--device teapot"),
+        (["--optimizer", "sgd", "cifar10-resnet20"], "name the task first"),
+        (["digits", "--optimizer", "sgd", "--economical"], "--economical is a setting of AdaHessian"),
+        (["digits", "--device", "cpu", "--betas", "2", "3", "--data-dir", "."], "beta"),
+        (["digits", "--device", "cpu", "--batch-size", "5000", "--data-dir", "."], "does not fill a single batch"),
         (["cifar10-resnet20", "--data-dir", "nowhere", "--device", "cpu"], "nowhere"),
     ],
 )
@@ -184,6 +196,7 @@ def test_a_run_that_diverges_ends_early_and_says_so(tmp_path, capsys):
     result = result_of(tmp_path)
     assert result["diverged"]
     assert result["final"] == {}
+    assert result["epochs"][0]["train_loss"] is None
     assert len(result["epochs"]) == 1
     assert "diverged" in capsys.readouterr().out
 

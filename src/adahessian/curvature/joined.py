@@ -56,7 +56,8 @@ def _alike(first: fx.Node, second: fx.Node, chains: Sequence[Sequence[fx.Node]])
     """Whether two nodes are convolutions, or gradients of one kind, of the same shape, and serve this sum alone."""
     if any(len(link.users) != 1 for chain in chains for link in chain):
         return False
-    if [link.target for link in chains[0]] != [link.target for link in chains[1]]:
+    links = [[(link.target, link.args[1:]) for link in chain[:-1]] for chain in chains]
+    if links[0] != links[1] or first.target is not second.target:
         return False
     if first.target is aten.convolution.default:
         _, _, bias, *settings = first.args
@@ -64,8 +65,7 @@ def _alike(first: fx.Node, second: fx.Node, chains: Sequence[Sequence[fx.Node]])
     elif first.target is aten.convolution_backward.default:
         _, _, _, _, *settings = first.args
         operands = 3
-        chosen = {chain[-2].args[1] for chain in chains}
-        is_plain = len(chosen) == 1 and list(first.args[-1]) == _RESULTS.get(*chosen)  # type: ignore[arg-type]
+        is_plain = list(first.args[-1]) == _RESULTS.get(chains[0][-2].args[1])  # type: ignore[arg-type]
     else:
         return False
     transposed, groups = (settings[i] for i in (3, 5))

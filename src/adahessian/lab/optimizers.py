@@ -32,15 +32,21 @@ def make_optimizer(
     Raises:
         UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train.
     """
-    sparse = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules())
+    sparse = has_sparse_embeddings(model)
     if name == "adahessian":
         return _adahessian(model, settings, sparse=sparse, seed=seed, steps_per_epoch=steps_per_epoch)
-    if sparse and name != "adagrad":
+    plain_sgd = name == "sgd" and not settings.momentum and not settings.weight_decay
+    if sparse and name != "adagrad" and not plain_sgd:
         raise UnsuitableOptimizerError(
-            f"the embeddings of this model have sparse gradients, which {name} does not take here: choose adahessian "
-            "(with Adagrad for the embeddings) or adagrad"
+            f"the embeddings of this model have sparse gradients, which {name} does not take: choose adahessian (with "
+            "Adagrad for the embeddings), adagrad, or sgd without momentum and weight decay"
         )
     return _FIRST_ORDER[name](model, settings)
+
+
+def has_sparse_embeddings(model: nn.Module) -> bool:
+    """Whether some gradients of a model are sparse."""
+    return any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules())
 
 
 def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int, steps_per_epoch: int) -> Optimizer:

@@ -61,6 +61,24 @@ def any_of_us(said: bool, share: Share, device: torch.device) -> bool:
     return bool(votes.item())
 
 
+def added_up(value: Tensor, share: Share) -> Tensor:
+    """The sum of what all processes have."""
+    if share.ranks == 1:
+        return value
+    total = value.clone()
+    distributed.all_reduce(total)
+    return total
+
+
+def as_the_first_has_it(numbers: dict[str, float], share: Share, device: torch.device) -> dict[str, float]:
+    """The numbers of the first process, of the same names everywhere: what follows from them, all do alike."""
+    if share.ranks == 1:
+        return numbers
+    values = torch.tensor(list(numbers.values()), dtype=torch.float64, device=device)
+    distributed.broadcast(values, 0)
+    return dict(zip(numbers, values.tolist(), strict=True))
+
+
 def from_all(states: dict[str, Tensor], share: Share, device: torch.device) -> list[dict[str, Tensor]]:
     """What each of the processes has: bytes, of the same length everywhere."""
     if share.ranks == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -36,8 +37,28 @@ def label(optimizer: OptimizerName, settings: Settings, defaults: Settings) -> s
 def _short(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(map(_short, value))
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:.12g}" if isinstance(value, float) else str(value)
     return "".join(character if character.isalnum() or character in ".+-" else "-" for character in text)
+
+
+def identity(
+    *, task: str, optimizer: OptimizerName, seed: int, settings: Mapping[str, Any], precision: str, processes: int
+) -> dict[str, Any]:
+    """What makes a run this one and no other, in plain values, as they come out of a file."""
+    decisive = {name: value for name, value in settings.items() if name not in _MEANS}
+    return {
+        "task": task,
+        "optimizer": optimizer,
+        "seed": seed,
+        "precision": precision,
+        "processes": processes,
+        **{f"--{name.replace('_', '-')}": value for name, value in json.loads(json.dumps(decisive)).items()},
+    }
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In what two identities differ, in words; empty if in nothing."""
+    return ", ".join(sorted(key for key in {*one, *other} if one.get(key) != other.get(key)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +131,26 @@ class Result:
     provenance: list[dict[str, Any]]
     """Commit, command, versions and hardware: of the start, and of each continuation."""
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes it this run and no other."""
+        return identity(
+            task=self.task,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            settings=self.settings,
+            precision=self.conditions["precision"],
+            processes=self.conditions["processes"],
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """As it is stored."""
-        return {"kind": KIND, **asdict(self)}
+        """As it is stored. What is not finite is null there, as JSON has no other word for it."""
+        return {"kind": KIND, **asdict(self), "epochs": [*map(finite, self.epochs)], "final": finite(self.final)}
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Numbers, with None for those that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class NotARunError(Exception):
@@ -132,9 +170,16 @@ def read_result(path: Path) -> Result:
     if not isinstance(content, Mapping) or content.get("kind") != KIND:
         raise NotARunError(f"{path} is no run that adahessian train has written")
     try:
-        return Result(**{field.name: content[field.name] for field in fields(Result)})
+        stored = {field.name: content[field.name] for field in fields(Result)}
     except KeyError as missing:
         raise NotARunError(f"{path} lacks {missing}: it was written by another version, or changed") from missing
+    stored["epochs"] = [*map(_numbers, stored["epochs"])]
+    stored["final"] = _numbers(stored["final"])
+    return Result(**stored)
+
+
+def _numbers(stored: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in stored.items()}
 
 
 def find_results(paths: Iterable[Path]) -> Iterator[Result]:

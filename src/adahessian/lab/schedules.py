@@ -26,6 +26,7 @@ class Schedule:
     def __init__(
         self, optimizer: Optimizer, settings: Settings, *, steps_per_epoch: int, higher_is_better: bool
     ) -> None:
+        self._optimizer = optimizer
         self._settings = settings
         self._steps_per_epoch = steps_per_epoch
         self._sign = 1 if higher_is_better else -1
@@ -51,6 +52,10 @@ class Schedule:
             self._bad_epochs += 1
         if self._bad_epochs > settings.plateau_patience:
             self._factor, self._bad_epochs = self._factor * settings.decay_factor, 0
+            # The next step's learning rate has been set already.
+            multiple = self.multiple(self._lambda.last_epoch)
+            for group, highest in zip(self._optimizer.param_groups, self._lambda.base_lrs, strict=True):
+                group["lr"] = highest * multiple
 
     def multiple(self, step: int) -> float:
         """The learning rate of a step, from 0, over the highest."""

@@ -7,19 +7,21 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import adahessian
+from adahessian.captured import CannotCaptureError, Graph
 from adahessian.curvature.batches import map_tensors, tensors_of
-from adahessian.curvature.isolation import values_restored
 from adahessian.curvature.kinds import Kinds
+from adahessian.lab.optimizers import has_sparse_embeddings
 from adahessian.lab.settings import Settings
+from adahessian.messages import say
 
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Step: TypeAlias = Callable[[Any], Tensor]
-
-_REHEARSALS = 3
+Derivatives: TypeAlias = tuple[Tensor, list[Tensor | None]]
 
 
 def make_step(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, settings: Settings, *, compiled: bool) -> Step:
@@ -30,7 +32,7 @@ def make_step(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, settings:
         loss_fn: ``loss_fn(model, batch)`` is the loss.
         optimizer: By which.
         settings: The curvature's and the clipping's settings.
-        compiled: Whether derivatives are compiled, and on a GPU replayed as CUDA graphs.
+        compiled: Whether derivatives are compiled, and on a GPU replayed as CUDA graphs, where that is possible.
     """
     if isinstance(optimizer, adahessian.AdaHessian | adahessian.DenseAndSparse):
         curvature = adahessian.Curvature(
@@ -45,10 +47,16 @@ def make_step(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, settings:
             _clip_before_step(optimizer, settings.clip_norm)
             return adahessian.CapturedStep(curvature)
         return _plain_step(model, loss_fn, optimizer, settings.clip_norm, curvature)
-    if compiled and next(model.parameters()).is_cuda and not hasattr(model, "module"):
+    wrapped = isinstance(model, DistributedDataParallel)
+    if compiled and next(model.parameters()).is_cuda and not wrapped and not has_sparse_embeddings(model):
         _clip_before_step(optimizer, settings.clip_norm)
         return ReplayedStep(model, loss_fn, optimizer)
     return _plain_step(model, loss_fn, optimizer, settings.clip_norm)
+
+
+def is_compiled(step: Step) -> bool:
+    """Whether the derivatives of a step are compiled."""
+    return isinstance(step, adahessian.CapturedStep | ReplayedStep)
 
 
 def _plain_step(
@@ -88,7 +96,7 @@ class ReplayedStep:
     """The step of a first-order optimizer, its loss and gradients compiled and replayed as a CUDA graph.
 
     What :class:`adahessian.CapturedStep` is for AdaHessian, so that times can be compared. A batch of another shape
-    runs uncompiled until that shape has come often.
+    runs uncompiled until that shape has come often, and so does what cannot be captured.
 
     Args:
         model: What is trained, on one CUDA device.
@@ -103,27 +111,36 @@ class ReplayedStep:
         self._optimizer = optimizer
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._kinds = Kinds()
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]] = {}
+        self._graphs: dict[Hashable, tuple[Graph[Derivatives], list[Tensor]]] = {}
 
     def __call__(self, batch: Any) -> Tensor:
         """Take one step; returns the loss."""
-        kind = self._kinds.key(batch)
-        if kind is None:
-            loss, gradients = self._derivatives(self._loss_fn, batch)
-        else:
-            if kind not in self._graphs:
-                self._graphs[kind] = self._capture(batch)
-            graph, inputs, loss, gradients = self._graphs[kind]
-            for static, tensor in zip(inputs, tensors_of(batch), strict=True):
-                static.copy_(tensor, non_blocking=True)
-            graph.replay()
-            loss = loss.clone()
+        loss, gradients = self._replayed(batch) or self._derivatives(self._loss_fn, batch)
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
         self._optimizer.step()
         return loss
 
-    def _derivatives(self, loss_fn: LossFn, batch: Any) -> tuple[Tensor, list[Tensor | None]]:
+    def _replayed(self, batch: Any) -> Derivatives | None:
+        kind = self._kinds.key(batch)
+        if kind is None:
+            return None
+        if kind not in self._graphs:
+            static = map_tensors(lambda tensor: tensor.detach().clone(), batch)
+            try:
+                graph = Graph(lambda: self._derivatives(self._compiled, static), self._model)
+            except CannotCaptureError as cannot:
+                say(f"the step is not captured: {cannot}")
+                self._kinds.refuse(kind)
+                return None
+            self._graphs[kind] = graph, list(tensors_of(static))
+        graph, inputs = self._graphs[kind]
+        for input_, tensor in zip(inputs, tensors_of(batch), strict=True):
+            input_.copy_(tensor, non_blocking=True)
+        loss, gradients = graph.replay()
+        return loss.clone(), gradients
+
+    def _derivatives(self, loss_fn: LossFn, batch: Any) -> Derivatives:
         loss = loss_fn(self._model, batch)
         gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
         return loss.detach(), [
@@ -131,17 +148,3 @@ class ReplayedStep:
             g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
             for g, p in zip(gradients, self._params, strict=True)
         ]
-
-    def _capture(self, batch: Any) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor, list[Tensor | None]]:
-        static = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with values_restored(self._model):
-            with torch.cuda.stream(aside):
-                for _ in range(_REHEARSALS):
-                    self._derivatives(self._compiled, static)
-            torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-            loss, gradients = self._derivatives(self._compiled, static)
-        return graph, list(tensors_of(static)), loss, gradients

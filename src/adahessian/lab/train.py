@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Generic
 
@@ -15,7 +16,7 @@ from adahessian.lab.checkpoints import CheckpointError
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
-from adahessian.lab.runs import Result, RunFiles, label, read_result
+from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, identity, label, read_result
 from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName
 from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, SettingsT
@@ -49,7 +50,8 @@ class Session:
     """Compile the derivatives and, on a GPU, replay them as CUDA graphs."""
 
     resume: bool = False
-    """Continue runs that were interrupted, bit by bit as if they had not been, and pass over finished ones."""
+    """Continue runs that were interrupted, and pass over finished ones.
+    Uncompiled on a CPU, the end is the same bit by bit as if nothing had happened."""
 
     overwrite: bool = False
     """Begin anew where there is a run of that name already."""
@@ -101,18 +103,14 @@ def run_one(
     name: str,
     session: Session,
     console: Console,
-) -> Result:
-    """One run, from its start or its checkpoint, or as it was finished earlier.
+) -> None:
+    """One run, from its start or its checkpoint, unless it was finished earlier.
 
     Raises:
         SystemExit: If it cannot be, with the reason; or if it was interrupted.
     """
     files = RunFiles(output=session.output, task=experiment.name, name=name, seed=seed)
     _make_way(files, session)
-    if files.result.exists():
-        result = read_result(files.result)
-        console.print(f"{files.result} is finished: {_came_to(experiment, result)}", highlight=False, soft_wrap=True)
-        return result
     plan = Plan(
         experiment=experiment,
         optimizer=optimizer,
@@ -126,13 +124,18 @@ def run_one(
         checkpoint_minutes=session.checkpoint_minutes,
         stop_after_epochs=session.stop_after_epochs,
     )
+    if files.result.exists():
+        _pass_over(plan, console)
+        return
     try:
         with LiveWatcher(console) as watcher:
             result = train(plan, watcher)
     except StoppedError as stopped:
         console.print(f"stopped {stopped}; the same command with --resume goes on", highlight=False, soft_wrap=True)
-        raise SystemExit(0 if session.stop_after_epochs else 130) from None
-    except (DataError, CheckpointError, UnsuitableOptimizerError) as error:
+        if stopped.as_planned:
+            return
+        raise SystemExit(130) from None
+    except (DataError, CheckpointError, UnsuitableOptimizerError, ValueError) as error:
         raise SystemExit(f"adahessian train: {error}") from error
     except OSError as error:
         raise SystemExit(
@@ -140,7 +143,30 @@ def run_one(
             "go on with --resume"
         ) from error
     console.print(f"{_came_to(experiment, result)}: {files.result}", highlight=False, soft_wrap=True)
-    return result
+
+
+def _pass_over(plan: Plan, console: Console) -> None:
+    """Say what a finished run has come to, if it is the one that is asked for."""
+    try:
+        result = read_result(plan.files.result)
+    except NotARunError as error:
+        raise SystemExit(f"adahessian train: {error}. --overwrite begins anew") from error
+    asked_for = identity(
+        task=plan.experiment.name,
+        optimizer=plan.optimizer,
+        seed=plan.seed,
+        settings=asdict(plan.settings),
+        precision=plan.precision,
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    if differing := differences(result.identity, asked_for):
+        raise SystemExit(
+            f"adahessian train: {plan.files.result} is another run: it differs in {differing}. Choose another --name "
+            "or --output, or --overwrite it"
+        )
+    plan.files.checkpoint.unlink(missing_ok=True)  # left behind if a run was killed right after its end
+    came_to = _came_to(plan.experiment, result)
+    console.print(f"{plan.files.result} is finished: {came_to}", highlight=False, soft_wrap=True)
 
 
 def _make_way(files: RunFiles, session: Session) -> None:
@@ -181,6 +207,10 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
     default = default_train(arguments)
     kind: Any = Train[type(default.settings)]  # type: ignore[misc]
     parsed: Train[Any] = tyro.cli(kind, args=list(arguments), default=default, prog="adahessian train")
+    if (parsed.task, parsed.optimizer) != (default.task, default.optimizer):
+        raise SystemExit("adahessian train: name the task first: adahessian train TASK --optimizer NAME ...")
+    if parsed.economical and parsed.optimizer != "adahessian":
+        raise SystemExit(f"adahessian train: --economical is a setting of AdaHessian, not of {parsed.optimizer}")
     return parsed
 
 

@@ -22,15 +22,16 @@ from adahessian.lab.checkpoints import (
     set_random_states,
     weights_of,
 )
+from adahessian.lab.data.errors import DataError
 from adahessian.lab.files import write_json, written_whole
 from adahessian.lab.interruption import Interruption
 from adahessian.lab.optimizers import make_optimizer, set_precision
-from adahessian.lab.processes import any_of_us, from_all, processes, wrapped
+from adahessian.lab.processes import added_up, any_of_us, as_the_first_has_it, from_all, processes, wrapped
 from adahessian.lab.provenance import provenance
-from adahessian.lab.runs import Result, RunFiles
+from adahessian.lab.runs import Result, RunFiles, differences, finite, identity
 from adahessian.lab.schedules import Schedule
 from adahessian.lab.settings import OptimizerName, Settings
-from adahessian.lab.stepping import make_step
+from adahessian.lab.stepping import is_compiled, make_step
 from adahessian.lab.tasks.task import Experiment, Place, Share, Task
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -73,7 +74,16 @@ class Watcher(Protocol):
 
 
 class StoppedError(Exception):
-    """A run that was interrupted. Its checkpoint is written."""
+    """A run that was stopped before its end. Its checkpoint is written.
+
+    Args:
+        where: After which epoch, or in which.
+        as_planned: Whether the plan said so, and no signal.
+    """
+
+    def __init__(self, where: str, *, as_planned: bool) -> None:
+        super().__init__(where)
+        self.as_planned = as_planned
 
 
 def train(plan: Plan, watcher: Watcher) -> Result:
@@ -106,6 +116,13 @@ class _Run:
         place = Place(data_dir=plan.data_dir, device=device, seed=plan.seed, share=share)
         self.task: Task[Any] = plan.experiment.load(plan.settings, place)
         self.steps_per_epoch = self.task.steps_per_epoch
+        if self.steps_per_epoch < 1:
+            raise DataError(
+                f"the data in {plan.data_dir} does not fill a single batch of {plan.settings.batch_size}: choose a "
+                "smaller --batch-size"
+            )
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self.bare_model = self.task.make_model()
         self.model = wrapped(self.bare_model, share)
         # Dropout differs from rank to rank.
@@ -128,6 +145,7 @@ class _Run:
         self.seconds = 0.0
         self.records: list[dict[str, float]] = []
         self.kept: list[dict[str, Tensor]] = []
+        self.earlier_peak_bytes = 0
         self.history = [provenance(seed=plan.seed)]
         self.diverged = False
         if plan.files.checkpoint.exists():
@@ -155,8 +173,10 @@ class _Run:
             self._train_epoch(stop_asked)
             self._evaluate()
             self._save()
+            if self.epochs_done < self.settings.epochs and any_of_us(stop_asked(), self.share, self.device):
+                raise StoppedError(f"after epoch {self.epochs_done} of {self.settings.epochs}", as_planned=False)
         if self.epochs_done < self.settings.epochs and not self.diverged:
-            raise StoppedError(f"after epoch {self.epochs_done} of {self.settings.epochs}, as asked")
+            raise StoppedError(f"after epoch {self.epochs_done} of {self.settings.epochs}", as_planned=True)
         return self._finish()
 
     @property
@@ -179,7 +199,7 @@ class _Run:
             look = now - looked > _LOOK_EVERY
             looked = now if look else looked
             self.watcher.step(step=self.steps_done, loss=loss.item() if look else None, lr=self._lr())
-            if self.share.ranks == 1 or self.steps_in_epoch % _AGREE_EVERY == 0:
+            if self.share.ranks == 1 or self.steps_done % _AGREE_EVERY == 0:
                 stop = any_of_us(stop_asked(), self.share, self.device)
                 due = any_of_us(now - saved > 60 * self.plan.checkpoint_minutes, self.share, self.device)
                 if stop or due:
@@ -188,7 +208,7 @@ class _Run:
                     self._save()
                     started = saved = time.perf_counter()
                 if stop:
-                    raise StoppedError(f"in epoch {self.epochs_done + 1} of {self.settings.epochs}")
+                    raise StoppedError(f"in epoch {self.epochs_done + 1} of {self.settings.epochs}", as_planned=False)
         self._wait()
         self.seconds += time.perf_counter() - started
 
@@ -198,7 +218,7 @@ class _Run:
         record = {
             "epoch": self.epochs_done + 1,
             "step": self.steps_done,
-            "train_loss": self.loss_sum.item() / max(1, self.steps_in_epoch),
+            "train_loss": added_up(self.loss_sum, self.share).item() / (self.share.ranks * self.steps_in_epoch),
             "lr": self._lr(),
             "seconds": self.seconds,
         }
@@ -206,7 +226,7 @@ class _Run:
         if not self.diverged:
             self.bare_model.eval()
             with torch.no_grad():
-                record |= self.task.evaluate(self.bare_model)
+                record |= as_the_first_has_it(self.task.evaluate(self.bare_model), self.share, self.device)
             self.bare_model.train()
             curve = self.plan.experiment.curve
             self.schedule.after_epoch(record[curve.name])
@@ -217,7 +237,7 @@ class _Run:
         self.loss_sum.zero_()
         if self.writes:
             with self.plan.files.log.open("a") as log:
-                log.write(json.dumps(record) + "\n")
+                log.write(json.dumps(finite(record)) + "\n")
             self.watcher.epoch(record)
 
     def _keep_weights(self, result: float) -> None:
@@ -225,8 +245,8 @@ class _Run:
         curve = self.plan.experiment.curve
         if self.task.final_weights == "best":
             sign = 1 if curve.higher_is_better else -1
-            earlier = [sign * record[curve.name] for record in self.records if curve.name in record]
-            if not earlier or sign * result > max(earlier):
+            earlier = (sign * record.get(curve.name, math.nan) for record in self.records)
+            if sign * result > max(filter(math.isfinite, earlier), default=-math.inf) or not self.kept:
                 self.kept = [weights_of(self.bare_model)]
         elif self.task.final_weights == "average":
             count = int(getattr(self.settings, "average_epochs", 1))
@@ -252,14 +272,14 @@ class _Run:
             conditions={
                 "device": self.device.type,
                 "precision": plan.precision,
-                "compiled": plan.compiled,
+                "compiled": is_compiled(self.step),
                 "processes": self.share.ranks,
             },
             epochs=self.records,
             final=final,
             diverged=self.diverged,
             parameters=sum(param.numel() for param in self.bare_model.parameters()),
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
+            peak_bytes=self._peak_bytes() or None,
             provenance=self.history,
         )
         if self.writes:
@@ -290,6 +310,7 @@ class _Run:
             "records": self.records,
             "kept": self.kept,
             "history": self.history,
+            "peak_bytes": self._peak_bytes(),
             "diverged": self.diverged,
         }
         save_checkpoint(self.plan.files.checkpoint, content)
@@ -297,11 +318,8 @@ class _Run:
     def _resume(self) -> None:
         path = self.plan.files.checkpoint
         saved = load_checkpoint(path, device=self.device)
-        if saved["identity"] != self._identity():
-            differing = [key for key, value in self._identity().items() if saved["identity"].get(key) != value]
-            raise CheckpointError(
-                f"{path} is another run's: it differs in {', '.join(differing)}. Choose another name."
-            )
+        if differing := differences(saved["identity"], self._identity()):
+            raise CheckpointError(f"{path} is another run's: it differs in {differing}. Choose another --name.")
         self.bare_model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
@@ -311,25 +329,30 @@ class _Run:
         self.seconds = saved["seconds"]
         self.records, self.kept = saved["records"], saved["kept"]
         self.history = [*saved["history"], *self.history]
+        self.earlier_peak_bytes = saved["peak_bytes"]
         self.diverged = saved["diverged"]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be continued."""
         plan = self.plan
-        return {
-            "task": plan.experiment.name,
-            "optimizer": plan.optimizer,
-            "seed": plan.seed,
-            "settings": json.loads(json.dumps(asdict(plan.settings))),
-            "precision": plan.precision,
-            "processes": self.share.ranks,
-        }
+        return identity(
+            task=plan.experiment.name,
+            optimizer=plan.optimizer,
+            seed=plan.seed,
+            settings=asdict(plan.settings),
+            precision=plan.precision,
+            processes=self.share.ranks,
+        )
 
     def _open_log(self) -> None:
         if self.writes:
-            lines = "".join(json.dumps(record) + "\n" for record in self.records)
+            lines = "".join(json.dumps(finite(record)) + "\n" for record in self.records)
             with written_whole(self.plan.files.log) as log:
                 log.write(lines.encode())
+
+    def _peak_bytes(self) -> int:
+        """The most memory that the run has taken on the device, in this session and before; 0 on a CPU."""
+        now = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return max(now, self.earlier_peak_bytes)
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

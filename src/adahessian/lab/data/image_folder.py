@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from adahessian.lab.augmentation import random_box
 from adahessian.lab.data.errors import DataError
+from adahessian.lab.data.transfer import sent
 from adahessian.lab.randomness import generator_for
 
 _ENDINGS = (".jpeg", ".jpg", ".png")
@@ -183,7 +184,7 @@ class StreamedImages:
                 raise images
             yield (
                 images.to(self._device, non_blocking=pinned),
-                self.labels[part].to(self._device, non_blocking=pinned),
+                sent(self.labels[part], self._device),
             )
 
     @property

@@ -31,14 +31,14 @@ def hessian_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Ten
     Returns:
         From a vector over all elements of the parameters to the product.
     """
-    gradient = _flat(torch.autograd.grad(loss, parameters, create_graph=True))
+    gradient = flat(torch.autograd.grad(loss, parameters, create_graph=True))
 
     def product(vector: Tensor) -> Tensor:
         if not gradient.requires_grad:
             # A loss that is linear in these parameters.
             return torch.zeros_like(vector)
         rows = torch.autograd.grad(gradient @ vector, parameters, retain_graph=True, materialize_grads=True)
-        return _flat(rows).detach()
+        return flat(rows).detach()
 
     return product
 
@@ -104,5 +104,6 @@ def _unit(vector: Tensor) -> Tensor:
     return vector.div(vector.norm())
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one vector, whatever the order of their memory."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

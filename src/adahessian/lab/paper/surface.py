@@ -14,10 +14,9 @@ import torch
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from adahessian.curvature.attention import plain_attention
-from adahessian.lab.paper.eigenvectors import hessian_product, leading_eigenpairs
+from adahessian.lab.paper.eigenvectors import flat, hessian_product, leading_eigenpairs
 from adahessian.lab.plots import DPI
 from adahessian.lab.report.themes import style
 
@@ -62,7 +61,7 @@ def measure_surface(model: nn.Module, loss: Callable[[], Tensor], block: str | N
     name, parameters = block_of(model, block)
     with plain_attention():
         product = hessian_product(loss(), parameters)
-        centre = parameters_to_vector(parameters).detach()
+        centre = flat(parameters).detach()
         first, second = leading_eigenpairs(product, centre, generator=torch.Generator().manual_seed(seed))
         steepest = abs(first.value)
         reach = math.sqrt(2 * RISE / steepest) if steepest > 0 else _FLAT_REACH * centre.norm().item()
@@ -97,7 +96,7 @@ def losses_around(
     offsets: Sequence[float],
 ) -> list[list[float]]:
     """Losses where parameters are moved along two directions, and then back to where they were."""
-    centre = parameters_to_vector(parameters).detach().clone()
+    centre = flat(parameters).detach()
     first, second = directions
     losses = []
     try:
@@ -105,13 +104,18 @@ def losses_around(
             for along in offsets:
                 row = []
                 for across in offsets:
-                    vector_to_parameters(centre + along * first + across * second, parameters)
+                    _set(parameters, centre + along * first + across * second)
                     row.append(loss().item())
                 losses.append(row)
     finally:
         with torch.no_grad():
-            vector_to_parameters(centre, parameters)
+            _set(parameters, centre)
     return losses
+
+
+def _set(parameters: Sequence[nn.Parameter], values: Tensor) -> None:
+    for parameter, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+        parameter.copy_(part.view(parameter.shape))
 
 
 def plot_surface(surface: Surface, title: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from adahessian.lab.data import glue
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.data.glue import GlueForm
+from adahessian.lab.data.transfer import sent
 from adahessian.lab.randomness import generator_for
 from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Task
@@ -121,7 +122,7 @@ class GlueTask(Task[SentenceBatch]):
 
     def _batch(self, examples: TokenizedSentences, numbers: Tensor) -> SentenceBatch:
         batch = examples.batch(numbers, self._settings.max_length)
-        return {name: tensor.to(self._place.device, non_blocking=True) for name, tensor in batch.items()}
+        return {name: sent(tensor, self._place.device) for name, tensor in batch.items()}
 
 
 def _logits(model: nn.Module, batch: SentenceBatch) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from adahessian.lab.data.transfer import sent
 from adahessian.lab.models.dlrm import DLRM
 from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Task
@@ -106,7 +107,7 @@ class ClickTask(Task[ClickBatch]):
     def _examples(self, begin: int, end: int) -> ClickBatch:
         numbers, categories, labels = self._log.examples(begin, end, self._settings.hash_size)
         device = self._place.device
-        return numbers.to(device), categories.to(device), labels.to(device)
+        return sent(numbers, device), sent(categories, device), sent(labels, device)
 
 
 _ADAGRAD = RecommendationSettings(epochs=1, batch_size=128, lr=0.01, eps=1e-10)

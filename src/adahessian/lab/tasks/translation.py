@@ -17,6 +17,7 @@ from adahessian.lab.beam_search import beam_search
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.data.parallel_text import Pairs, ParallelText, read_folder, read_tatoeba
 from adahessian.lab.data.token_batches import PADDING, PairBatch, Sentences, TokenBatches
+from adahessian.lab.data.transfer import sent
 from adahessian.lab.models.transformer import Decoding, Transformer
 from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Task
@@ -185,7 +186,7 @@ class Translation(Task[PairBatch]):
 
     def _on_device(self, batch: PairBatch) -> PairBatch:
         source, read, said = batch
-        return source.to(self.device), read.to(self.device), said.to(self.device)
+        return sent(source, self.device), sent(read, self.device), sent(said, self.device)
 
 
 def _token_loss(model: nn.Module, batch: PairBatch, label_smoothing: float = 0.0) -> Tensor:

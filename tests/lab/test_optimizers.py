@@ -1,0 +1,70 @@
+import pytest
+import torch
+from torch import nn
+
+import adahessian
+from adahessian.lab.optimizers import UnsuitableOptimizerError, make_optimizer
+from adahessian.lab.settings import OPTIMIZER_NAMES, Settings
+
+SETTINGS = Settings(epochs=1, batch_size=1, lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.01, momentum=0.7)
+
+
+def make(name, model, settings=SETTINGS):
+    return make_optimizer(name, model, settings, seed=3, steps_per_epoch=10)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_settings_arrive(name):
+    group = make(name, nn.Linear(2, 2)).param_groups[0]
+    assert group["lr"] == 0.5
+    assert group["weight_decay"] == 0.01
+    if name != "sgd":
+        assert group["eps"] == 0.1
+    if name in ("adam", "adamw", "adahessian"):
+        assert group["betas"] == (0.8, 0.9)
+    if name in ("sgd", "rmsprop"):
+        assert group["momentum"] == 0.7
+    if name == "rmsprop":
+        assert group["alpha"] == 0.9
+
+
+def test_settings_of_the_curvature_arrive():
+    settings = Settings(
+        epochs=1,
+        batch_size=1,
+        lr=0.5,
+        block_size=4,
+        hessian_power=0.5,
+        averaging="signed",
+        num_probes=2,
+        update_every=5,
+        measured_epochs=1.5,
+        beta2_per="step",
+    )
+    group = make("adahessian", nn.Linear(2, 2), settings).param_groups[0]
+    expected = {
+        "block_size": 4,
+        "hessian_power": 0.5,
+        "averaging": "signed",
+        "num_probes": 2,
+        "update_every": 5,
+        "warmup_steps": 15,
+        "beta2_per": "step",
+        "seed": 3,
+    }
+    assert {name: group[name] for name in expected} == expected
+
+
+def test_sparse_embeddings():
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    plain = Settings(epochs=1, batch_size=1, lr=0.5)
+    assert isinstance(make("adahessian", model, plain), adahessian.DenseAndSparse)
+    for name in ("adagrad", "sgd"):
+        optimizer = make(name, model, plain)
+        model(torch.tensor([1])).sum().backward()
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            optimizer.step()
+        optimizer.zero_grad()
+    for name, settings in (("adamw", plain), ("sgd", SETTINGS)):
+        with pytest.raises(UnsuitableOptimizerError, match="choose adahessian"):
+            make(name, model, settings)
