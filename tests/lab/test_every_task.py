@@ -89,7 +89,7 @@ def stop_after(monkeypatch, steps):
     """As if a signal arrived during a step."""
 
     class Signal:
-        def __init__(self):
+        def __init__(self, on_asked):
             self.left = steps
 
         def __enter__(self):
@@ -163,7 +163,7 @@ def test_two_processes(tmp_path):
         arguments = ["train", "digits", "--device", "cpu", "--epochs", "2", "--output", str(tmp_path / output), *more]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
         done = subprocess.run(
-            [*command, "adahessian.lab.command", *arguments],
+            [*command, "adahessian", *arguments],
             capture_output=True,
             text=True,
             timeout=300,

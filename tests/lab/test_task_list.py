@@ -24,7 +24,7 @@ def test_one_task_is_described(name, capsys):
 
 
 def test_an_unknown_one_is_answered_with_all(capsys):
-    with pytest.raises(SystemExit, match="there is no task mnist; there are digits, cifar10-resnet20"):
+    with pytest.raises(SystemExit, match=r"there is no task mnist\. There are digits, cifar10-resnet20"):
         main(["tasks", "mnist"])
 
 

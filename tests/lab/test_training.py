@@ -130,7 +130,7 @@ def refused(*arguments: str) -> str:
 def test_an_earlier_run_is_not_touched_unless_asked(tmp_path, undisturbed):
     before = result_of(undisturbed)
     arguments = ("digits", *SHORT, "--output", str(undisturbed))
-    assert "--resume goes on with it, --overwrite begins anew" in refused(*arguments)
+    assert "is finished. --resume passes over it, --overwrite begins anew" in refused(*arguments)
     main(["train", *arguments, "--resume"])
     assert result_of(undisturbed) == before
 
@@ -142,7 +142,8 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     assert "differs in --lr. Choose another --name" in said
     checkpoint = next(tmp_path.rglob("checkpoint.pt"))
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    assert "cannot be read" in refused(*arguments, "--resume")
+    said = refused(*arguments, "--resume")
+    assert "cannot be read: it is no checkpoint, or only a part of one. Restore it" in said
 
 
 def test_a_finished_run_of_other_settings_is_not_passed_over(undisturbed):
@@ -156,6 +157,23 @@ def test_all_seeds_are_begun_when_each_is_to_stop(tmp_path, capsys):
     main(arguments)
     assert capsys.readouterr().out.count("stopped after epoch 1 of 2") == 2
     assert len(list(tmp_path.rglob("checkpoint.pt"))) == 2
+
+
+def test_a_few_steps_and_then_the_rest(tmp_path, undisturbed, capsys):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    arguments = ["train", "digits", *SHORT, "--output", str(tmp_path)]
+    main([*arguments, "--stop-after-steps", "3"])
+    assert "stopped in epoch 1 of 2, after step 3" in capsys.readouterr().out
+    main([*arguments, "--resume"])
+    torch.set_num_threads(threads)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = refused("digits", *SHORT, "--output", str(tmp_path / "file"))
+    assert "Choose another --output" in said
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
@@ -176,13 +194,21 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing"], "there is no task nothing; there are digits, cifar10-resnet20"),
+        (["nothing"], "there is no task nothing. There are digits, cifar10-resnet20"),
         (["digits", "--optimizer", "lion"], "--optimizer lion: choose adahessian, sgd"),
         (["criteo-dlrm", "--optimizer", "adam"], "has no settings for adam"),
         (["digits", "--device", "teapot"], "--device teapot"),
         (["--optimizer", "sgd", "cifar10-resnet20"], "name the task first"),
         (["digits", "--optimizer", "sgd", "--economical"], "--economical is a setting of AdaHessian"),
-        (["digits", "--device", "cpu", "--betas", "2", "3", "--data-dir", "."], "beta"),
+        (["cifar10-resnet-20"], "Perhaps you meant cifar10-resnet20?"),
+        ([], "name a task: digits"),
+        (["digits", "--betas", "0.9", "1"], "--betas 0.9 1.0: both must be"),
+        (["digits", "--lr", "-1"], "--lr -1.0: it must be 0 or more"),
+        (["digits", "--epochs", "0"], "--epochs 0: it must be 1 or more"),
+        (["digits", "--clip-norm", "-1"], "--clip-norm -1.0: it must be above 0"),
+        (["digits", "--stop-after-steps", "0"], "--stop-after-steps 0: it must be above 0"),
+        (["digits", "--seeds", "-1"], "--seeds takes one number or more, from 0 on"),
+        (["digits", "--name", "../x"], "a name has no folders in it"),
         (["digits", "--device", "cpu", "--batch-size", "5000", "--data-dir", "."], "does not fill a single batch"),
         (["cifar10-resnet20", "--data-dir", "nowhere", "--device", "cpu"], "nowhere"),
     ],
@@ -208,3 +234,19 @@ def test_a_study_runs_its_variants_and_passes_over_those_that_are_finished(tmp_p
     capsys.readouterr()
     main([*arguments, "--device", "cpu"])
     assert capsys.readouterr().out.count("is finished") == 2
+
+
+def test_a_study_takes_settings_and_varies_around_them(tmp_path):
+    arguments = ["study", "delay", "--task", "digits", "--epochs", "1", "--lr", "0.2", "--stop-after-steps", "1"]
+    main([*arguments, "--device", "cpu", "--output", str(tmp_path)])
+    names = sorted(path.name for path in (tmp_path / "digits").iterdir())
+    assert len(names) == 7
+    assert all("lr=0.2" in name for name in names)
+    assert any("update-every=20_measured-epochs=0.03125" in name for name in names)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.startswith("adahessian 0")

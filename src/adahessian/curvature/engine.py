@@ -144,7 +144,7 @@ class Engine:
             return False, "no parameter requires a gradient"
         device = params[0].device
         if self._compile is False:
-            return False, "as asked for"
+            return False, "compile=False"
         if self._compile is None:
             if device.type != "cuda":
                 return False, "on this device only if compile=True asks for it"

@@ -30,9 +30,8 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> dict[s
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Remove it to begin the run anew, or restore it from a copy."
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else "it is no checkpoint, or only a part of one"
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
     return content
 
 

@@ -6,6 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
+import adahessian
+
 _EXTRA_PACKAGES = frozenset(
     {
         "PIL",
@@ -48,9 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> Command:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["--version"]:
+        print(f"adahessian {adahessian.__version__}, torch {torch.__version__}")
+        sys.exit(0)
     try:
-        # Imported here, as they come with the extra, which the library itself does without.
+        # Imported on use, as they come with the extra, which the library itself does without.
         import tyro
+
+        if arguments[:1] in (["train"], ["study"]):
+            # Their defaults depend on the task and on the optimizer.
+            from adahessian.lab.study import parse_study
+            from adahessian.lab.train import parse_train
+
+            return (parse_train if arguments[0] == "train" else parse_study)(arguments[1:])
 
         from adahessian.lab.bench.command import Bench
         from adahessian.lab.demo import Demo
@@ -58,9 +72,10 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         from adahessian.lab.lr_guide import StudyLr
         from adahessian.lab.paper.command import Paper
         from adahessian.lab.report.command import Report
+        from adahessian.lab.settings import Settings
         from adahessian.lab.study import Study
         from adahessian.lab.task_list import Tasks
-        from adahessian.lab.train import Train, parse_train
+        from adahessian.lab.train import Train
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
@@ -68,14 +83,11 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
         sys.exit(1)
 
-    if arguments[:1] == ["train"]:
-        # Its defaults depend on the task and on the optimizer.
-        return parse_train(arguments[1:])
     commands: dict[str, Callable[..., Command]] = {
         "demo": Demo,
         "tasks": Tasks,
-        "train": Train,
-        "study": Study,
+        "train": Train[Settings],
+        "study": Study[Settings],
         "report": Report,
         "paper": Paper,
         "fetch": Fetch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,10 +13,14 @@ class Interruption:
     """Remembers that somebody asked to stop, by Ctrl-C or SIGTERM, so that a run can end between two steps.
 
     A second Ctrl-C stops at once, as it does anywhere.
+
+    Args:
+        on_asked: Called when it is first asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_asked: Callable[[], None] = lambda: None) -> None:
         self.asked = False
+        self._on_asked = on_asked
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -34,4 +39,6 @@ class Interruption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked = True
+            self._on_asked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,6 +20,30 @@ OPTIMIZER_TITLES: dict[OptimizerName, str] = {
 }
 
 ScheduleName = Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"]
+
+
+class SettingsError(ValueError):
+    """A value that makes no sense. The message names the option."""
+
+
+# For each option what its values must be, in words and as a test.
+_DEMANDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "epochs": ("1 or more", lambda value: value >= 1),
+    "batch_size": ("1 or more", lambda value: value >= 1),
+    "lr": ("0 or more", lambda value: 0 <= value < math.inf),
+    "eps": ("0 or more", lambda value: 0 <= value < math.inf),
+    "weight_decay": ("0 or more", lambda value: 0 <= value < math.inf),
+    "momentum": ("from 0 to 1, without 1", lambda value: 0 <= value < 1),
+    "lr_warmup_steps": ("0 or more", lambda value: value >= 0),
+    "decay_factor": ("above 0", lambda value: value > 0),
+    "plateau_patience": ("0 or more", lambda value: value >= 0),
+    "block_size": ("1 or more", lambda value: value >= 1),
+    "hessian_power": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "num_probes": ("1 or more", lambda value: value >= 1),
+    "update_every": ("1 or more", lambda value: value >= 1),
+    "measured_epochs": ("0 or more", lambda value: value >= 0),
+    "batch_fraction": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +109,7 @@ class Settings:
     """AdaHessian: steps from one measurement of the curvature to the next."""
 
     measured_epochs: float = 0.0
-    """AdaHessian: first epochs, in which every step measures whatever ``update_every`` says."""
+    """AdaHessian: first epochs, in which every step measures, whatever --update-every says."""
 
     batch_fraction: float = 1.0
     """AdaHessian: share of the batch that the curvature is measured on."""
@@ -93,3 +119,13 @@ class Settings:
 
     tangents: Literal["float32", "bfloat16"] = "float32"
     """AdaHessian: precision of the matrix products that only feed the Hessian-vector product, when compiled."""
+
+    def __post_init__(self) -> None:
+        for name, (demand, is_met) in _DEMANDS.items():
+            value = getattr(self, name)
+            if not is_met(value):
+                raise SettingsError(f"--{name.replace('_', '-')} {value}: it must be {demand}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise SettingsError(f"--betas {self.betas[0]} {self.betas[1]}: both must be from 0 to 1, without 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise SettingsError(f"--clip-norm {self.clip_norm}: it must be above 0; leave it out not to clip")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Generic, Literal, get_args
 
 import tyro
 from rich.console import Console
 
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import label
-from adahessian.lab.settings import OptimizerName, Settings
-from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
-from adahessian.lab.train import ECONOMICAL, Session, run_one
+from adahessian.lab.settings import OptimizerName, Settings, SettingsError
+from adahessian.lab.tasks.registry import experiment_named
+from adahessian.lab.tasks.task import SettingsT
+from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, run_one
 
 StudyName = Literal[
     "delay",
@@ -27,9 +28,9 @@ StudyName = Literal[
 ]
 STUDY_NAMES: tuple[StudyName, ...] = get_args(StudyName)
 
-# The paper measures at every step of the first five epochs, and then at every second, third, fourth or fifth.
+# The paper measures at every step of the first five of 160 epochs, and then at every second, third, fourth or fifth.
 DELAYS = (1, 2, 3, 4, 5, 10, 20)
-DELAY_MEASURED_EPOCHS = 5.0
+DELAY_MEASURED_SHARE = 5 / 160
 LR_FACTORS = (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 10.0)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROBES = (1, 2, 4)
@@ -46,37 +47,34 @@ class Variant:
     settings: Settings
 
 
-def variants(study: StudyName, defaults: dict[OptimizerName, Settings], *, economical: bool) -> list[Variant]:
+def variants(study: StudyName, base: Settings, adamw: Settings | None) -> list[Variant]:
     """What a study runs.
 
     Args:
         study: Which one.
-        defaults: The task's settings for each optimizer.
-        economical: Whether to vary around the economical setting instead of the paper's.
+        base: The settings of AdaHessian that it varies.
+        adamw: Those of AdamW, which the study of learning rates sets beside it; None where the task has none.
     """
-    base = defaults["adahessian"]
-    if economical:
-        base = replace(base, **ECONOMICAL)  # type: ignore[arg-type]
 
     def each(**changes: Sequence[Any]) -> list[Variant]:
         (name, values), *_ = changes.items()
         return [Variant("adahessian", replace(base, **{name: value})) for value in values]
 
     if study == "delay":
+        measured_epochs = DELAY_MEASURED_SHARE * base.epochs
         return [
             Variant(
                 "adahessian",
-                replace(base, update_every=delay, measured_epochs=DELAY_MEASURED_EPOCHS if delay > 1 else 0.0),
+                replace(base, update_every=delay, measured_epochs=measured_epochs if delay > 1 else 0.0),
             )
             for delay in DELAYS
         ]
     if study == "learning-rate":
-        names: tuple[OptimizerName, ...] = ("adahessian", "adamw")
-        around = {"adahessian": base, "adamw": defaults.get("adamw")}
+        around: list[tuple[OptimizerName, Settings | None]] = [("adahessian", base), ("adamw", adamw)]
         return [
             Variant(name, replace(settings, lr=factor * settings.lr))
-            for name in names
-            if (settings := around[name]) is not None
+            for name, settings in around
+            if settings is not None
             for factor in LR_FACTORS
         ]
     if study == "beta2":
@@ -97,13 +95,13 @@ def variants(study: StudyName, defaults: dict[OptimizerName, Settings], *, econo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Study(Generic[SettingsT]):
     """Sweep one setting of AdaHessian over a task. What is finished is passed over, what was interrupted goes on."""
 
-    study: tyro.conf.Positional[StudyName]
+    study: Annotated[StudyName, tyro.conf.Positional]
     """What to vary."""
 
-    task: str
+    task: str = DEFAULT_TASK
     """The task, as `adahessian tasks` lists them."""
 
     seeds: tuple[int, ...] = (1,)
@@ -112,23 +110,34 @@ class Study:
     economical: bool = False
     """Vary around AdaHessian on a quarter of the batch at every tenth step, not around the paper's setting."""
 
-    epochs: int | None = None
-    """Length of each run, by default the task's."""
-
     session: Annotated[Session, tyro.conf.arg(name="")] = field(default_factory=Session)
+
+    settings: Annotated[SettingsT, tyro.conf.arg(name="")]
 
     def run(self) -> None:
         """Run all variants, seed after seed."""
-        try:
-            experiment = experiment_named(self.task)
-        except UnknownTaskError as error:
-            raise SystemExit(f"adahessian study: {error}") from error
         console = Console(quiet=not is_first())
+        experiment = experiment_named(self.task)
         session = replace(self.session, resume=not self.session.overwrite)
+        adamw = experiment.defaults.get("adamw")
+        if adamw is not None:
+            adamw = replace(adamw, epochs=self.settings.epochs, batch_size=self.settings.batch_size)
         for seed in self.seeds:
-            for variant in variants(self.study, dict(experiment.defaults), economical=self.economical):
-                settings = variant.settings
-                if self.epochs is not None:
-                    settings = replace(settings, epochs=self.epochs)
-                name = label(variant.optimizer, settings, experiment.defaults[variant.optimizer])
-                run_one(experiment, variant.optimizer, settings, seed, name, session, console)
+            for variant in variants(self.study, self.settings, adamw):
+                name = label(variant.optimizer, variant.settings, experiment.defaults[variant.optimizer])
+                run_one(experiment, variant.optimizer, variant.settings, seed, name, session, console)
+        console.print(f"now: adahessian report {session.output}", highlight=False, soft_wrap=True)
+
+
+def parse_study(arguments: Sequence[str]) -> Study[Any]:
+    """Parse the arguments after ``adahessian study``. Settings default to the paper's for the task."""
+    task = option(arguments, "--task", DEFAULT_TASK)
+    settings = default_settings(task, "adahessian", economical="--economical" in arguments, command="study")
+    kind: Any = Study[type(settings)]  # type: ignore[misc]
+    # Only the study itself must be named.
+    default = Study(study=tyro.MISSING, task=task, settings=settings)
+    try:
+        parsed: Study[Any] = tyro.cli(kind, args=list(arguments), default=default, prog="adahessian study")
+    except SettingsError as error:
+        raise SystemExit(f"adahessian study: {error}") from error
+    return parsed

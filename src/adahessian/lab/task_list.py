@@ -32,12 +32,13 @@ class Tasks:
             experiment = experiment_named(self.task)
         except UnknownTaskError as error:
             raise SystemExit(f"adahessian tasks: {error}") from error
-        console.print(f"{experiment.title}: {experiment.metric.title}. {experiment.data}\n", highlight=False)
+        console.print(f"{experiment.title}: {experiment.metric.title}.\nData: {experiment.data}\n", highlight=False)
         console.print(f"For all optimizers: {_common_settings(experiment)}\n", highlight=False)
         console.print(_differing_settings(experiment), "")
         for note in experiment.notes:
             console.print(f"- {note}", highlight=False)
-        console.print(f"\n  adahessian train {experiment.name} --data-dir DIR", highlight=False)
+        where = "" if experiment.needs_no_data else " --data-dir DIR"
+        console.print(f"\n  adahessian train {experiment.name}{where}", highlight=False)
 
 
 def _all_tasks() -> Table:
@@ -67,8 +68,11 @@ def _settings_by_option(experiment: Experiment[Any]) -> dict[str, list[str]]:
 
 
 def _common_settings(experiment: Experiment[Any]) -> str:
-    options = _settings_by_option(experiment)
-    return "  ".join(f"{option} {values[0]}" for option, values in options.items() if len(set(values)) == 1)
+    return "  ".join(
+        f"{option} {values[0]}"
+        for option, values in _settings_by_option(experiment).items()
+        if len({*values}) == 1 and values[0] not in ("", "None")
+    )
 
 
 def _differing_settings(experiment: Experiment[Any]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic
 
@@ -17,8 +18,8 @@ from adahessian.lab.data.errors import DataError
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, identity, label, read_result
-from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName
-from adahessian.lab.tasks.registry import UnknownTaskError, experiment_named
+from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName, SettingsError
+from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, SettingsT
 from adahessian.lab.training import Plan, Precision, StoppedError, train
 from adahessian.lab.watching import LiveWatcher, shown
@@ -62,12 +63,21 @@ class Session:
     stop_after_epochs: int | None = None
     """Stop after so many more epochs, to go on later with --resume. The schedule stays that of the whole run."""
 
+    stop_after_steps: int | None = None
+    """The same after so many steps, such as 20 to see whether all is well and how fast it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_minutes", "stop_after_epochs", "stop_after_steps"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise SettingsError(f"--{name.replace('_', '-')} {value}: it must be above 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Generic[SettingsT]):
     """Train a task. All settings default to the paper's for the task and the optimizer."""
 
-    task: tyro.conf.Positional[str] = DEFAULT_TASK
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")] = DEFAULT_TASK
     """The task, as `adahessian tasks` lists them."""
 
     optimizer: OptimizerName = DEFAULT_OPTIMIZER
@@ -88,6 +98,10 @@ class Train(Generic[SettingsT]):
 
     def run(self) -> None:
         """Train with every seed, and say what came out."""
+        if not self.seeds or min(self.seeds) < 0:
+            raise SystemExit("adahessian train: --seeds takes one number or more, from 0 on")
+        if self.name is not None and Path(self.name).name != self.name:
+            raise SystemExit(f"adahessian train: --name {self.name}: a name has no folders in it; see --output")
         console = Console(quiet=not is_first())
         experiment = experiment_named(self.task)
         name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
@@ -123,10 +137,14 @@ def run_one(
         files=files,
         checkpoint_minutes=session.checkpoint_minutes,
         stop_after_epochs=session.stop_after_epochs,
+        stop_after_steps=session.stop_after_steps,
     )
     if files.result.exists():
         _pass_over(plan, console)
         return
+    if session.resume and not files.checkpoint.exists():
+        console.print(f"nothing to resume at {files.folder}: it begins", highlight=False, soft_wrap=True)
+    _make_folder(files)
     try:
         with LiveWatcher(console) as watcher:
             result = train(plan, watcher)
@@ -139,8 +157,8 @@ def run_one(
         raise SystemExit(f"adahessian train: {error}") from error
     except OSError as error:
         raise SystemExit(
-            f"adahessian train: {error}. What was written before is whole: free some space, or mend what is wrong, and "
-            "go on with --resume"
+            f"adahessian train: {_in_words(error)}. What was written before is whole: free some space, or mend what is "
+            "wrong, and go on with --resume"
         ) from error
     console.print(f"{_came_to(experiment, result)}: {files.result}", highlight=False, soft_wrap=True)
 
@@ -169,17 +187,30 @@ def _pass_over(plan: Plan, console: Console) -> None:
     console.print(f"{plan.files.result} is finished: {came_to}", highlight=False, soft_wrap=True)
 
 
+def _make_folder(files: RunFiles) -> None:
+    """Before anything is computed that could not be written."""
+    try:
+        files.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"adahessian train: {_in_words(error)}. Choose another --output") from error
+
+
+def _in_words(error: OSError) -> str:
+    return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+
+
 def _make_way(files: RunFiles, session: Session) -> None:
     """Refuse to touch an earlier run of that name, unless it was said what to do with it."""
     if session.overwrite:
         files.result.unlink(missing_ok=True)
         files.checkpoint.unlink(missing_ok=True)
-    earlier = next((path for path in (files.result, files.checkpoint) if path.exists()), None)
-    if earlier is not None and not session.resume:
-        raise SystemExit(
-            f"adahessian train: {earlier} is there already. --resume goes on with it, --overwrite begins anew, and "
-            "--name or --output put the new run elsewhere"
-        )
+    if session.resume:
+        return
+    elsewhere = "--overwrite begins anew, and --name or --output put the new run elsewhere"
+    if files.result.exists():
+        raise SystemExit(f"adahessian train: {files.result} is finished. --resume passes over it, {elsewhere}")
+    if files.checkpoint.exists():
+        raise SystemExit(f"adahessian train: {files.checkpoint} is there. --resume goes on with it, {elsewhere}")
 
 
 def _device(name: str) -> torch.device:
@@ -206,7 +237,10 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
     """
     default = default_train(arguments)
     kind: Any = Train[type(default.settings)]  # type: ignore[misc]
-    parsed: Train[Any] = tyro.cli(kind, args=list(arguments), default=default, prog="adahessian train")
+    try:
+        parsed: Train[Any] = tyro.cli(kind, args=list(arguments), default=default, prog="adahessian train")
+    except SettingsError as error:
+        raise SystemExit(f"adahessian train: {error}") from error
     if (parsed.task, parsed.optimizer) != (default.task, default.optimizer):
         raise SystemExit("adahessian train: name the task first: adahessian train TASK --optimizer NAME ...")
     if parsed.economical and parsed.optimizer != "adahessian":
@@ -216,26 +250,37 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
 
 def default_train(arguments: Sequence[str]) -> Train[Any]:
     """What the arguments leave open."""
-    task = next((argument for argument in arguments[:1] if not argument.startswith("-")), DEFAULT_TASK)
-    try:
-        experiment = experiment_named(task)
-    except UnknownTaskError as error:
-        raise SystemExit(f"adahessian train: {error}") from error
-    optimizer = _option(arguments, "--optimizer", DEFAULT_OPTIMIZER)
-    if optimizer not in OPTIMIZER_NAMES:
-        raise SystemExit(f"adahessian train: --optimizer {optimizer}: choose {', '.join(OPTIMIZER_NAMES)}")
-    if optimizer not in experiment.defaults:
-        able = ", ".join(experiment.defaults)
-        raise SystemExit(f"adahessian train: {task} has no settings for {optimizer}; it has for {able}")
-    settings = experiment.defaults[optimizer]
-    if "--economical" in arguments and optimizer == "adahessian":
-        settings = replace(settings, **ECONOMICAL)
+    first = next(iter(arguments), "")
+    if not first:
+        raise SystemExit(f"adahessian train: name a task: {', '.join(EXPERIMENTS)}")
+    task = DEFAULT_TASK if first.startswith("-") else first
+    optimizer = option(arguments, "--optimizer", DEFAULT_OPTIMIZER)
+    settings = default_settings(task, optimizer, economical="--economical" in arguments, command="train")
     return Train(task=task, optimizer=optimizer, settings=settings)
 
 
-def _option(arguments: Sequence[str], name: str, default: Any) -> Any:
+def default_settings(task: str, optimizer: Any, *, economical: bool, command: str) -> Any:
+    """The settings of a task for an optimizer.
+
+    Raises:
+        SystemExit: If there is no such task or optimizer, or the task has no settings for it.
+    """
+    try:
+        experiment = experiment_named(task)
+    except UnknownTaskError as error:
+        raise SystemExit(f"adahessian {command}: {error}") from error
+    if optimizer not in OPTIMIZER_NAMES:
+        raise SystemExit(f"adahessian {command}: --optimizer {optimizer}: choose {', '.join(OPTIMIZER_NAMES)}")
+    if optimizer not in experiment.defaults:
+        able = ", ".join(experiment.defaults)
+        raise SystemExit(f"adahessian {command}: {task} has no settings for {optimizer}; it has for {able}")
+    settings = experiment.defaults[optimizer]
+    return replace(settings, **ECONOMICAL) if economical and optimizer == "adahessian" else settings
+
+
+def option(arguments: Sequence[str], name: str, default: Any) -> Any:
     """The value of an option, in either spelling."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in pairwise([*arguments, ""]):
         if argument == name:
             return following
         if argument.startswith(f"{name}="):

@@ -59,6 +59,9 @@ class Plan:
     stop_after_epochs: int | None = None
     """Ends the session, not the run, after so many epochs: the schedule stays that of the whole run."""
 
+    stop_after_steps: int | None = None
+    """The same after so many steps."""
+
 
 class Watcher(Protocol):
     """Sees how a run is getting on."""
@@ -71,6 +74,9 @@ class Watcher(Protocol):
 
     def epoch(self, record: dict[str, float]) -> None:
         """An epoch is over."""
+
+    def stopping(self) -> None:
+        """Somebody has asked to stop, and the current step is to be the last."""
 
 
 class StoppedError(Exception):
@@ -98,7 +104,7 @@ def train(plan: Plan, watcher: Watcher) -> Result:
         DataError: If the data is not as it should be.
         CheckpointError: If the checkpoint cannot be read, or is another run's.
     """
-    with Interruption() as interruption, processes(plan.device) as (share, device):
+    with Interruption(watcher.stopping) as interruption, processes(plan.device) as (share, device):
         return _Run(plan, share, device, watcher).train(lambda: interruption.asked)
 
 
@@ -146,6 +152,7 @@ class _Run:
         self.records: list[dict[str, float]] = []
         self.kept: list[dict[str, Tensor]] = []
         self.earlier_peak_bytes = 0
+        self.steps_in_session = 0
         self.history = [provenance(seed=plan.seed)]
         self.diverged = False
         if plan.files.checkpoint.exists():
@@ -194,13 +201,15 @@ class _Run:
             self.schedule.step()
             self.loss_sum += loss
             self.steps_in_epoch += 1
+            self.steps_in_session += 1
 
             now = time.perf_counter()
             look = now - looked > _LOOK_EVERY
             looked = now if look else looked
             self.watcher.step(step=self.steps_done, loss=loss.item() if look else None, lr=self._lr())
-            if self.share.ranks == 1 or self.steps_done % _AGREE_EVERY == 0:
-                stop = any_of_us(stop_asked(), self.share, self.device)
+            enough = self.steps_in_session == self.plan.stop_after_steps
+            if self.share.ranks == 1 or enough or self.steps_done % _AGREE_EVERY == 0:
+                stop = any_of_us(stop_asked(), self.share, self.device) or enough
                 due = any_of_us(now - saved > 60 * self.plan.checkpoint_minutes, self.share, self.device)
                 if stop or due:
                     self._wait()
@@ -208,7 +217,8 @@ class _Run:
                     self._save()
                     started = saved = time.perf_counter()
                 if stop:
-                    raise StoppedError(f"in epoch {self.epochs_done + 1} of {self.settings.epochs}", as_planned=False)
+                    where = f"in epoch {self.epochs_done + 1} of {self.settings.epochs}, after step {self.steps_done:,}"
+                    raise StoppedError(where, as_planned=enough)
         self._wait()
         self.seconds += time.perf_counter() - started
 
@@ -317,7 +327,10 @@ class _Run:
 
     def _resume(self) -> None:
         path = self.plan.files.checkpoint
-        saved = load_checkpoint(path, device=self.device)
+        try:
+            saved = load_checkpoint(path, device=self.device)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Restore it from a copy, or begin anew with --overwrite") from error
         if differing := differences(saved["identity"], self._identity()):
             raise CheckpointError(f"{path} is another run's: it differs in {differing}. Choose another --name.")
         self.bare_model.load_state_dict(saved["model"])

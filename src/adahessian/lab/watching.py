@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from types import TracebackType
@@ -13,8 +14,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from adahessian.lab.tasks.task import Metric
 from adahessian.lab.training import Plan
 
-# In a log, where nothing can be overwritten, a line for an epoch, but no more than one in so many seconds.
-_LINE_EVERY = 5.0
+# In a log, where nothing can be overwritten: seconds from a line to the next within an epoch, and after epochs.
+_LINE_EVERY = 30.0
+_EPOCH_LINE_EVERY = 5.0
 
 
 class LiveWatcher:
@@ -34,6 +36,7 @@ class LiveWatcher:
             console=console,
             disable=not console.is_terminal,
         )
+        self._handlers: list[logging.Handler] = []
         self._line: Any = None
         self._plan: Plan | None = None
         self._writer: Any = None
@@ -44,6 +47,9 @@ class LiveWatcher:
         self._step = self._step_looked_at = self._steps = 0
 
     def __enter__(self) -> LiveWatcher:
+        # The library's messages go through the console, above the bar.
+        logger = logging.getLogger("adahessian")
+        self._handlers, logger.handlers = logger.handlers, [_ConsoleHandler(self._console)]
         self._bar.start()
         return self
 
@@ -51,6 +57,7 @@ class LiveWatcher:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._bar.stop()
+        logging.getLogger("adahessian").handlers = self._handlers
         if self._writer is not None:
             self._writer.close()
 
@@ -63,8 +70,9 @@ class LiveWatcher:
         name = f"{plan.files.name}, seed {plan.seed}"
         continued = f", continued after step {steps_done:,}" if steps_done else ""
         self._console.print(
-            f"{plan.experiment.title}: {name}. {parameters:,} parameters, {plan.settings.epochs} epochs of "
-            f"{steps_per_epoch:,} steps on {plan.device} in {plan.precision}"
+            f"{plan.experiment.title}: {name}. {parameters:,} parameters; "
+            f"{counted(plan.settings.epochs, 'epoch')} of {counted(steps_per_epoch, 'step')} on {plan.device} in "
+            f"{plan.precision}"
             f"{', compiled' if plan.compiled else ''}{continued}",
             highlight=False,
             soft_wrap=True,
@@ -79,6 +87,10 @@ class LiveWatcher:
             self._loss = loss
             self._time_steps()
             self._bar.update(self._line, completed=step, status=self._status(lr))
+            if self._writer is not None:
+                self._writer.add_scalar("step_loss", loss, step)
+                self._writer.add_scalar("lr", lr, step)
+            self._print(lr, every=_LINE_EVERY)
 
     def epoch(self, record: dict[str, float]) -> None:
         """Show an epoch's result."""
@@ -88,16 +100,23 @@ class LiveWatcher:
         self._loss = record["train_loss"]
         self._time_steps()
         self._bar.update(self._line, completed=self._step, status=self._status(record["lr"]))
-        now = time.perf_counter()
         is_last = record["epoch"] == self._plan.settings.epochs
-        if not self._console.is_terminal and (is_last or now - self._printed > _LINE_EVERY):
-            self._printed = now
-            self._console.print(self._status(record["lr"]), highlight=False, soft_wrap=True)
+        self._print(record["lr"], every=0.0 if is_last else _EPOCH_LINE_EVERY)
         if self._writer is not None:
             for name, value in record.items():
-                if name not in ("epoch", "step"):
+                if name not in ("epoch", "step", "lr"):
                     self._writer.add_scalar(name, value, record["step"])
             self._writer.flush()
+
+    def stopping(self) -> None:
+        """Say that it has been heard."""
+        self._console.print("stopping after this step, with a checkpoint; Ctrl-C again stops at once", highlight=False)
+
+    def _print(self, lr: float, *, every: float) -> None:
+        now = time.perf_counter()
+        if not self._console.is_terminal and now - self._printed >= every:
+            self._printed = now
+            self._console.print(self._status(lr), highlight=False, soft_wrap=True)
 
     def _time_steps(self) -> None:
         """The time of a step of late, so that compiling is soon forgotten; evaluation counts, as it takes time too."""
@@ -123,12 +142,26 @@ class LiveWatcher:
         return "  ".join(filter(None, parts))
 
 
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
+
+
 def shown(metric: Metric, value: float | None) -> str:
     """A metric's value with its name, for people."""
     if value is None:
         return ""
     name, _, unit = metric.title.partition(", ")
     return f"{name} {value:.{metric.digits}f}{unit if unit == '%' else ''}"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: 1 epoch, 2 epochs."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _duration(seconds: float) -> str:

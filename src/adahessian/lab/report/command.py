@@ -36,7 +36,7 @@ _INTRODUCTION = (
 class Report:
     """Tables and curves of finished runs: a Markdown file, pictures, and one page for a browser."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
     """Files of runs, or folders with some."""
 
     output: Path = Path("report")

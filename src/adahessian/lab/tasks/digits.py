@@ -105,6 +105,7 @@ EXPERIMENTS: tuple[Experiment[Settings], ...] = (
     Experiment(
         name="digits",
         title="A small network on handwritten digits",
+        needs_no_data=True,
         data="Nothing: the digits come with scikit-learn.",
         curve=_ACCURACY,
         metric=_ACCURACY,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from adahessian.lab.tasks import digits, glue, images, language, recommendation, translation
@@ -25,5 +26,7 @@ def experiment_named(name: str) -> Experiment[Any]:
         UnknownTaskError: If there is none.
     """
     if name not in EXPERIMENTS:
-        raise UnknownTaskError(f"there is no task {name}; there are {', '.join(EXPERIMENTS)}")
+        close = get_close_matches(name, EXPERIMENTS, n=1)
+        perhaps = f"Perhaps you meant {close[0]}? There are" if close else "There are"
+        raise UnknownTaskError(f"there is no task {name}. {perhaps} {', '.join(EXPERIMENTS)}")
     return EXPERIMENTS[name]

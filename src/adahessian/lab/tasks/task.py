@@ -148,5 +148,8 @@ class Experiment(Generic[SettingsT]):
     paper: Mapping[OptimizerName, PaperNumber] = field(default_factory=dict)
     """The paper's results."""
 
+    needs_no_data: bool = False
+    """Whether the data comes with a package."""
+
     load: Callable[[SettingsT, Place], Task[Any]]
     """Reads the data and gives the task. Raises :class:`adahessian.lab.data.errors.DataError`."""

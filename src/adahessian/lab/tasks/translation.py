@@ -83,6 +83,9 @@ class Corpus:
     lowercase: bool = False
     """Whether BLEU takes small and capital letters for the same."""
 
+    sub_folder: str
+    """Where it is looked for first, below the folder with the data."""
+
 
 class Translation(Task[PairBatch]):
     """Training on sentence pairs, validation by their loss, a test by BLEU."""
@@ -201,7 +204,8 @@ def _perplexity(loss: float) -> float:
 
 
 def _load(corpus: Corpus, settings: TranslationSettings, place: Place) -> Translation:
-    return Translation(corpus, settings, place)
+    below = place.data_dir / corpus.sub_folder
+    return Translation(corpus, settings, replace(place, data_dir=below) if below.is_dir() else place)
 
 
 def _defaults(
@@ -277,7 +281,7 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
         name="iwslt14-de-en",
         title="Transformer on IWSLT14, German to English",
         data="train, valid and test, each .de and .en: IWSLT14 after the usual preparation (split into words by Moses, "
-        "lower case), from before its words are split into subwords",
+        "lower case), from before its words are split into subwords. There or in the sub-folder iwslt14.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
         defaults=_defaults(_IWSLT14, _LRS, eps=2.8e-8),
@@ -294,14 +298,20 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
             "adahessian": PaperNumber(mean=35.79, deviation=0.06),
         },
         load=partial(
-            _load, Corpus(read=partial(read_folder, source="de", target="en"), tokenized=True, lowercase=True)
+            _load,
+            Corpus(
+                sub_folder="iwslt14",
+                read=partial(read_folder, source="de", target="en"),
+                tokenized=True,
+                lowercase=True,
+            ),
         ),
     ),
     Experiment(
         name="wmt14-en-de",
         title="Transformer on WMT14, English to German",
         data="train, valid (or newstest2013) and test (or newstest2014), each .en and .de: WMT14, split into words by "
-        "Moses, from before its words are split into subwords",
+        "Moses, from before its words are split into subwords. There or in the sub-folder wmt14.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
         defaults=_defaults(_WMT14, {**_LRS, "adahessian": 1.0, "adamw": 1e-3}, eps=3.5e-9),
@@ -318,12 +328,15 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
             "adamw": PaperNumber(mean=28.19),
             "adahessian": PaperNumber(mean=28.52),
         },
-        load=partial(_load, Corpus(read=partial(read_folder, source="en", target="de"), tokenized=True)),
+        load=partial(
+            _load, Corpus(sub_folder="wmt14", read=partial(read_folder, source="en", target="de"), tokenized=True)
+        ),
     ),
     Experiment(
         name="multi30k-de-en",
         title="small Transformer on Multi30k, German to English",
-        data="train, val and test_2016_flickr, each .de and .en: Multi30k's raw captions",
+        data="train, val and test_2016_flickr, each .de and .en: Multi30k's raw captions. There or in the sub-folder "
+        "multi30k.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
         defaults=_defaults(_MULTI30K, _LRS, eps=2.8e-8),
@@ -333,12 +346,15 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
             _PLAIN,
             _OURS,
         ),
-        load=partial(_load, Corpus(read=partial(read_folder, source="de", target="en"), tokenized=False)),
+        load=partial(
+            _load, Corpus(sub_folder="multi30k", read=partial(read_folder, source="de", target="en"), tokenized=False)
+        ),
     ),
     Experiment(
         name="tatoeba-de-en",
         title="small Transformer on Tatoeba, German to English",
-        data="deu.txt: Tatoeba's German-English sentence pairs, separated by tabs",
+        data="deu.txt: Tatoeba's German-English sentence pairs, separated by tabs. There or in the sub-folder "
+        "tatoeba-deu-eng.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
         defaults=_defaults(_TATOEBA, _LRS, eps=2.8e-8),
@@ -350,6 +366,6 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
             _PLAIN,
             _OURS,
         ),
-        load=partial(_load, Corpus(read=read_tatoeba, tokenized=False)),
+        load=partial(_load, Corpus(sub_folder="tatoeba-deu-eng", read=read_tatoeba, tokenized=False)),
     ),
 )
