@@ -76,6 +76,74 @@ TASKS = {
 }
 
 
+def tatoeba(folder: Path) -> None:
+    pairs = [f"{' '.join(row[::-1])} .\t{' '.join(row)} .\tsomebody" for row in sentences(200, 0)]
+    (folder / "deu.txt").write_text("\n".join(pairs) + "\n")
+
+
+def wikitext(folder: Path) -> None:
+    words(folder)
+    for part in ("train", "valid", "test"):
+        (folder / f"ptb.{part}.txt").rename(folder / f"wiki.{part}.tokens")
+
+
+def words_of_many_kinds(folder: Path) -> None:
+    """More than the adaptive softmax puts into its first two clusters."""
+    many = " ".join(f"w{i}" for i in range(60_100))
+    for part in ("train", "valid", "test"):
+        (folder / f"wiki.{part}.tokens").write_text(f" <unk> {many if part == 'train' else 'w1 w2 w3 w4'} \n")
+
+
+def other_glue(name: str, header: str, row: str, dev: tuple[str, ...] = ("dev",)):
+    def make(folder: Path) -> None:
+        write_checkpoint(folder / "small", squeeze=True)
+        write_task(folder, name, header, [row.format(i=i, odd=i % 2) for i in range(24)], dev)
+
+    return make
+
+
+SMALL_TRANSLATION = ["--batch-size", "128", *SMALL_MODEL, "--heads", "2", "--vocabulary", "300"]
+SMALL_LANGUAGE = ["--batch-size", "4", "--segment", "8", "--head-width", "4", *SMALL_MODEL]
+SMALL_GLUE = ["--model", "small", "--batch-size", "8", "--max-length", "16"]
+PAIR = "index\tsentence1\tsentence2\tlabel"
+MORE_TASKS = {
+    "cifar10-resnet32": (cifar10, ["--batch-size", "4"]),
+    "imagenet-resnet18": (image_folder, ["--batch-size", "4", "--image-size", "32", "--workers", "0"]),
+    "iwslt14-de-en": (parallel_text, SMALL_TRANSLATION),
+    "wmt14-en-de": (parallel_text, SMALL_TRANSLATION),
+    "tatoeba-de-en": (tatoeba, SMALL_TRANSLATION),
+    "wikitext2-tensorized": (wikitext, SMALL_LANGUAGE),
+    "wikitext103-tensorized": (words_of_many_kinds, SMALL_LANGUAGE),
+    "glue-rte": (other_glue("RTE", PAIR, "{i}\ta good {i}\tb bad\tentailment"), SMALL_GLUE),
+    "glue-mrpc": (
+        other_glue("MRPC", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{odd}\t0\t0\ta good\tb bad"),
+        SMALL_GLUE,
+    ),
+    "glue-stsb": (other_glue("STS-B", "sentence1\tsentence2\tscore", "a good\tb bad\t{odd}.5"), SMALL_GLUE),
+    "glue-qnli": (
+        other_glue("QNLI", "index\tquestion\tsentence\tlabel", "{i}\ta good\tb bad\tnot_entailment"),
+        SMALL_GLUE,
+    ),
+    "glue-qqp": (
+        other_glue("QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "{i}\t1\t2\ta good\tb\t{odd}"),
+        SMALL_GLUE,
+    ),
+    "glue-mnli": (
+        other_glue(
+            "MNLI",
+            "sentence1\tsentence2\tgold_label",
+            "a good\tb bad\tneutral",
+            ("dev_matched", "dev_mismatched"),
+        ),
+        SMALL_GLUE,
+    ),
+}
+
+
+def test_no_task_is_left_out():
+    assert {*TASKS, *MORE_TASKS} == {*EXPERIMENTS}
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -156,6 +224,17 @@ def test_stopped_in_the_middle_it_ends_in_the_same_bits(name, tmp_path, monkeypa
     assert all(torch.equal(weights[key], again[key]) for key in weights)
     assert epochs_again == epochs
     assert final_again == final
+
+
+@pytest.mark.parametrize("name", MORE_TASKS)
+def test_the_others_take_steps(name, tmp_path, capsys):
+    make_data, options = MORE_TASKS[name]
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    make_data(data_dir)
+    where = ["--data-dir", str(data_dir), "--output", str(tmp_path / "runs"), "--stop-after-steps", "2"]
+    main(["train", name, "--device", "cpu", "--no-compile", *where, *options])
+    assert "after step 2" in capsys.readouterr().out
 
 
 def test_two_processes(tmp_path):
