@@ -10,7 +10,7 @@ import tyro
 
 from adahessian.lab.report.command import Report, make_document
 from adahessian.lab.report.costs import step_seconds, step_time
-from adahessian.lab.report.curves import COLOURS
+from adahessian.lab.report.curves import COLOURS, task_pictures
 from adahessian.lab.report.document import Details, Table
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, changed_settings, group_runs
 from adahessian.lab.report.markdown import markdown, table_text
@@ -35,6 +35,7 @@ def make_run(
     diverged=False,
     accelerator="NVIDIA H200",
     conditions=None,
+    shared=False,
     name=None,
     date="2026-01-01T00:00:00+00:00",
     final=None,
@@ -61,6 +62,7 @@ def make_run(
         seed=seed,
         settings=json.loads(json.dumps(asdict(settings))),
         conditions=conditions or {"device": "cuda", "precision": "tf32", "compiled": True, "processes": 1},
+        shared=shared,
         epochs=records,
         final={} if diverged else final or {experiment.metric.name: accuracy},
         diverged=diverged,
@@ -317,3 +319,12 @@ def test_what_is_no_run_is_told(tmp_path):
 def test_command_line():
     parsed = tyro.cli(Report, args=["a.json", "b", "--output", "o", "--results-page", "R.md"])
     assert parsed == Report(runs=(Path("a.json"), Path("b")), output=Path("o"), results_page=Path("R.md"))
+
+
+def test_times_of_runs_that_shared_the_device_are_left_out():
+    shared = group_runs([make_run(shared=True), make_run(seed=2, shared=True)])
+    assert not any("ms" in cell for row in task_table(shared).rows for cell in row)
+    assert not any("by-time" in picture.file for picture in task_pictures(shared))
+    some = group_runs([make_run(shared=True), make_run(seed=2)])
+    assert any("ms" in cell for row in task_table(some).rows for cell in row)
+    assert any("by-time" in picture.file for picture in task_pictures(some))

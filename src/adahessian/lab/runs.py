@@ -115,6 +115,9 @@ class Result:
     conditions: dict[str, Any]
     """Device, precision, processes, and whether it was compiled."""
 
+    shared: bool
+    """Whether other programs used the device meanwhile, so that times mean little."""
+
     epochs: list[dict[str, float]]
     """Of each epoch its number, steps so far, training loss, lr, seconds of training so far, and what was evaluated."""
 

@@ -50,6 +50,9 @@ class Session:
     compile: bool = field(default_factory=torch.cuda.is_available)
     """Compile the derivatives and, on a GPU, replay them as CUDA graphs."""
 
+    shared: bool = False
+    """Say that other programs use the device meanwhile. Reports leave out the times of such runs."""
+
     resume: bool = False
     """Continue runs that were interrupted, and pass over finished ones.
     Uncompiled on a CPU, the end is the same bit by bit as if nothing had happened."""
@@ -134,6 +137,7 @@ def run_one(
         device=_device(session.device),
         precision=session.precision,
         compiled=session.compile,
+        shared=session.shared,
         files=files,
         checkpoint_minutes=session.checkpoint_minutes,
         stop_after_epochs=session.stop_after_epochs,

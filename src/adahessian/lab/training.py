@@ -54,6 +54,9 @@ class Plan:
     device: torch.device
     precision: Precision
     compiled: bool
+    shared: bool
+    """Whether other programs use the device meanwhile, so that times mean little."""
+
     files: RunFiles
     checkpoint_minutes: float
     stop_after_epochs: int | None = None
@@ -153,6 +156,7 @@ class _Run:
         self.kept: list[dict[str, Tensor]] = []
         self.earlier_peak_bytes = 0
         self.steps_in_session = 0
+        self.shared = plan.shared
         self.history = [provenance(seed=plan.seed)]
         self.diverged = False
         if plan.files.checkpoint.exists():
@@ -285,6 +289,7 @@ class _Run:
                 "compiled": is_compiled(self.step),
                 "processes": self.share.ranks,
             },
+            shared=self.shared,
             epochs=self.records,
             final=final,
             diverged=self.diverged,
@@ -321,6 +326,7 @@ class _Run:
             "kept": self.kept,
             "history": self.history,
             "peak_bytes": self._peak_bytes(),
+            "shared": self.shared,
             "diverged": self.diverged,
         }
         save_checkpoint(self.plan.files.checkpoint, content)
@@ -343,6 +349,7 @@ class _Run:
         self.records, self.kept = saved["records"], saved["kept"]
         self.history = [*saved["history"], *self.history]
         self.earlier_peak_bytes = saved["peak_bytes"]
+        self.shared = self.shared or saved["shared"]
         self.diverged = saved["diverged"]
 
     def _identity(self) -> dict[str, Any]:

@@ -36,8 +36,10 @@ def hardware(run: Result) -> str:
 def step_seconds(run: Result) -> float | None:
     """Seconds a step: the median of the epochs but the first, in which there is compiling. None if there are none.
 
-    A run of one epoch has no other, so it counts there.
+    A run of one epoch has no other, so it counts there. One that shared its device with others has none of its own.
     """
+    if run.shared:
+        return None
     if len(run.epochs) == 1:
         return run.epochs[0]["seconds"] / run.epochs[0]["step"]
     times = [

@@ -46,7 +46,7 @@ _FIRST = 0.1
 
 
 def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
-    """Four plots of a task, unless no run has two epochs.
+    """Four plots of a task, unless no run has two epochs; those by time have the runs whose times count.
 
     Args:
         groups: All runs of the task.
@@ -54,13 +54,15 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
         return
+    timed = [group for group in groups if any(not run.shared for run in group.runs)]
     for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS)):
-        for by in ("epoch", "time"):
-            yield Picture(
-                file=f"{experiment.name}-{metric.name.replace('_', '-')}-by-{by}.png",
-                caption=f"{experiment.title}: {metric.title} by {by}",
-                draw=partial(_draw, groups, metric, by),
-            )
+        for by, shown in (("epoch", groups), ("time", timed)):
+            if shown:
+                yield Picture(
+                    file=f"{experiment.name}-{metric.name.replace('_', '-')}-by-{by}.png",
+                    caption=f"{experiment.title}: {metric.title} by {by}",
+                    draw=partial(_draw, shown, metric, by),
+                )
 
 
 def _looks(groups: Sequence[Group], theme: Theme) -> Iterator[tuple[Group, dict[str, Any]]]:
@@ -98,7 +100,7 @@ def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Fig
 def _draw_group(
     axes: Axes, group: Group, metric: Metric, by: str, length: float, look: dict[str, Any], title: str, *, seeds: bool
 ) -> None:
-    runs = group.runs if by == "epoch" else _of_one_hardware(group.runs)
+    runs = group.runs if by == "epoch" else _of_one_hardware([run for run in group.runs if not run.shared])
     curves = [_curve(run, metric, by, length) for run in runs]
     several = [curve for run, curve in zip(runs, curves, strict=True) if run in group.finished and curve.size]
     for run, curve in zip(runs, curves, strict=True):
