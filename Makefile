@@ -18,7 +18,7 @@ test: $(INSTALLED)
 # On a machine with a GPU, in an environment whose torch can use it: make test-cuda PYTEST="python -m pytest"
 test-cuda: PYTEST ?= $(BIN)/python -m pytest
 test-cuda:
-	$(PYTEST) $(CUDA_TESTS) --record results/tests-cuda.json
+	$(PYTEST) --tb=short --show-capture=no -k "not cpu" $(CUDA_TESTS) --record results/tests-cuda.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
