@@ -8,6 +8,7 @@ from statistics import mean, stdev
 import pytest
 import tyro
 
+from adahessian.lab.files import write_json
 from adahessian.lab.report.command import Report, make_document
 from adahessian.lab.report.costs import step_seconds, step_time
 from adahessian.lab.report.curves import COLOURS, task_pictures
@@ -328,3 +329,11 @@ def test_times_of_runs_that_shared_the_device_are_left_out():
     some = group_runs([make_run(shared=True), make_run(seed=2)])
     assert any("ms" in cell for row in task_table(some).rows for cell in row)
     assert any("by-time" in picture.file for picture in task_pictures(some))
+
+
+def test_unfinished_runs_are_named(tmp_path, capsys):
+    write_json(tmp_path / "a_seed-1.json", make_run().to_json())
+    (tmp_path / "b_seed-1").mkdir()
+    (tmp_path / "b_seed-1" / "checkpoint.pt").touch()
+    Report(runs=(tmp_path,), output=tmp_path / "report").run()
+    assert "not finished, and not in the report: " in capsys.readouterr().out.replace("\n", " ")

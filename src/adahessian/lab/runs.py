@@ -200,3 +200,8 @@ def find_results(paths: Iterable[Path]) -> Iterator[Result]:
                     continue
         else:
             yield read_result(path)
+
+
+def find_unfinished(paths: Iterable[Path]) -> list[Path]:
+    """The folders, among these and in them, of runs that have a checkpoint to go on from."""
+    return sorted(file.parent for path in paths if path.is_dir() for file in path.rglob("checkpoint.pt"))

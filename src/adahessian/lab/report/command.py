@@ -22,7 +22,7 @@ from adahessian.lab.report.page import page
 from adahessian.lab.report.tables import differ_in_conditions, task_table
 from adahessian.lab.report.terminal import terminal_table
 from adahessian.lab.report.wording import under
-from adahessian.lab.runs import NotARunError, find_results
+from adahessian.lab.runs import NotARunError, find_results, find_unfinished
 
 _INTRODUCTION = (
     "Means over seeds ± the standard deviation of a sample. Runs that diverged are in no mean. The training loss is "
@@ -54,6 +54,9 @@ class Report:
             raise SystemExit(f"adahessian report: {error}. Name files of runs, or folders with some") from error
         for stranger in strangers:
             console.print(stranger, highlight=False, soft_wrap=True)
+        if unfinished := find_unfinished(self.runs):
+            names = ", ".join(str(folder) for folder in unfinished)
+            console.print(f"not finished, and not in the report: {names}", highlight=False, soft_wrap=True)
         if not runs:
             named = " ".join(map(str, self.runs)) or "nothing"
             raise SystemExit(f"adahessian report: no finished run in {named}; adahessian train makes some")
