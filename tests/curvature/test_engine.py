@@ -89,7 +89,7 @@ def mean_square(model, x):
     ("settings", "why"),
     [
         ({}, "on this device only if compile=True asks for it"),
-        ({"compile": False}, "as asked for"),
+        ({"compile": False}, "compile=False"),
         ({"product": "double_backward"}, "on this device only if compile=True asks for it"),
     ],
     ids=str,
@@ -107,7 +107,7 @@ def test_double_backward_is_the_choice_on_a_cpu_and_the_reason_is_said_once(said
         (None, 100_000, None, (True, "")),
         (True, 10, None, (True, "")),
         (True, 10, "no C++ compiler was found", (False, "no C++ compiler was found")),
-        (False, 100_000, None, (False, "as asked for")),
+        (False, 100_000, None, (False, "compile=False")),
     ],
 )
 def test_on_a_gpu_it_compiles_for_models_that_repay_it(monkeypatch, compile, elements, missing, expected):
@@ -145,7 +145,7 @@ def test_without_a_compiler_it_trains_as_ever_and_says_so_once(said, monkeypatch
     assert torch.equal(*finals)
     assert said.messages == [
         "curvature by double backward, not compiled: no C++ compiler was found",
-        "curvature by double backward, not compiled: as asked for",
+        "curvature by double backward, not compiled: compile=False",
     ]
 
 

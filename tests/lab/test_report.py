@@ -337,3 +337,12 @@ def test_unfinished_runs_are_named(tmp_path, capsys):
     (tmp_path / "b_seed-1" / "checkpoint.pt").touch()
     Report(runs=(tmp_path,), output=tmp_path / "report").run()
     assert "not finished, and not in the report: " in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_what_all_runs_of_a_task_have_in_common_is_said_once():
+    runs = [make_run(optimizer, batch_size=64) for optimizer in ("sgd", "adamw")]
+    document = make_document(group_runs([*runs, make_run("adahessian", batch_size=64, update_every=5)]))
+    text = markdown(document)
+    assert "with batch size 64, which is not the task's own setting" in text
+    assert "| SGD |" in text
+    assert "| AdaHessian, curvature every 5 steps |" in text

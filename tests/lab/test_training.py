@@ -149,7 +149,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
 def test_a_finished_run_of_other_settings_is_not_passed_over(undisturbed):
     name = result_of(undisturbed)["name"]
     arguments = ("digits", *SHORT, "--output", str(undisturbed), "--name", name, "--resume")
-    assert "differs in --lr, precision" in refused(*arguments, "--lr", "0.1", "--precision", "float32")
+    assert "differs in --lr, precision" in refused(*arguments, "--lr", "0.1", "--precision", "bfloat16")
 
 
 def test_all_seeds_are_begun_when_each_is_to_stop(tmp_path, capsys):

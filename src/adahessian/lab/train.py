@@ -128,14 +128,16 @@ def run_one(
     """
     files = RunFiles(output=session.output, task=experiment.name, name=name, seed=seed)
     _make_way(files, session)
+    device = _device(session.device)
     plan = Plan(
         experiment=experiment,
         optimizer=optimizer,
         settings=settings,
         seed=seed,
         data_dir=session.data_dir,
-        device=_device(session.device),
-        precision=session.precision,
+        device=device,
+        # Only GPUs have tf32.
+        precision="float32" if session.precision == "tf32" and device.type != "cuda" else session.precision,
         compiled=session.compile,
         shared=session.shared,
         files=files,

@@ -21,7 +21,7 @@ from adahessian.lab.report.origins import origins
 from adahessian.lab.report.page import page
 from adahessian.lab.report.tables import differ_in_conditions, task_table
 from adahessian.lab.report.terminal import terminal_table
-from adahessian.lab.report.wording import under
+from adahessian.lab.report.wording import in_words, under
 from adahessian.lab.runs import NotARunError, find_results, find_unfinished
 
 _INTRODUCTION = (
@@ -96,8 +96,12 @@ def make_document(groups: Sequence[Group]) -> Document:
 def _section(groups: list[Group]) -> Section:
     experiment = groups[0].experiment
     parts: list[Part] = []
-    if not differ_in_conditions(groups):
-        parts.append(Paragraph(f"All {under(groups[0].conditions)}."))
+    of_all = [] if differ_in_conditions(groups) else [under(groups[0].conditions)]
+    common = {name: value for name, value in groups[0].changed.items() if name not in groups[0].distinctive}
+    if common:
+        of_all.append(f"with {in_words(common)}, which is not the task's own setting")
+    if of_all:
+        parts.append(Paragraph(f"All {', '.join(of_all)}."))
     parts.append(task_table(groups))
     if any(len(run.epochs) == 1 for group in groups for run in group.finished):
         parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))

@@ -56,6 +56,9 @@ class Group:
     changed: Mapping[str, Any]
     """Those of the settings that are not the task's own, as JSON has them."""
 
+    distinctive: Mapping[str, Any]
+    """Those of them that not all groups of the task have."""
+
     conditions: Mapping[str, Any]
     runs: Sequence[Result]
     """One a seed, by seed."""
@@ -112,7 +115,7 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
     for run in runs:
         key = (run.task, run.optimizer, run.name, _text(changed_settings(run)), _text(run.conditions))
         members.setdefault(key, []).append(run)
-    groups = [_group(of_key) for of_key in members.values()]
+    groups = _tell_apart([_group(of_key) for of_key in members.values()])
     tasks = list(EXPERIMENTS)
     return sorted(
         groups,
@@ -136,11 +139,34 @@ def _group(runs: Sequence[Result]) -> Group:
         optimizer=first.optimizer,
         name=first.name,
         changed=changed_settings(first),
+        distinctive=changed_settings(first),
         conditions=first.conditions,
         runs=[several[-1] for several in of_seed.values()],
         # As text, since a run that diverged holds values that do not even equal themselves.
         repeated=[seed for seed, several in of_seed.items() if len({_text(run.to_json()) for run in several}) > 1],
     )
+
+
+def _tell_apart(groups: Sequence[Group]) -> list[Group]:
+    """Where all groups of a task have a setting that is not its own, that need not be said of each."""
+    common = {
+        task: dict.fromkeys(
+            name
+            for name, value in of_task[0].changed.items()
+            if len(of_task) > 1 and all(group.changed.get(name, _ABSENT) == value for group in of_task)
+        )
+        for task in {group.experiment.name for group in groups}
+        for of_task in [[group for group in groups if group.experiment.name == task]]
+    }
+    return [
+        replace(
+            group,
+            distinctive={
+                name: value for name, value in group.changed.items() if name not in common[group.experiment.name]
+            },
+        )
+        for group in groups
+    ]
 
 
 def changed_settings(run: Result) -> dict[str, Any]:

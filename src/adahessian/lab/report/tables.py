@@ -18,16 +18,26 @@ def task_table(groups: Sequence[Group]) -> Table:
     Args:
         groups: All runs of the task.
     """
-    metric = groups[0].experiment.metric
+    metric, others = groups[0].experiment.metric, groups[0].experiment.others
     several_conditions = differ_in_conditions(groups)
     return Table(
-        headings=["optimizer", metric.title, "paper", "seeds", "training loss", "time of a step", "peak memory"],
+        headings=[
+            "optimizer",
+            metric.title,
+            "paper",
+            "seeds",
+            *(other.title for other in others),
+            "training loss",
+            "time of a step",
+            "peak memory",
+        ],
         rows=[
             [
                 group_title(group, with_conditions=several_conditions),
                 shown_final(group, metric.name, metric.digits),
                 "" if group.changed else shown_paper(group.experiment.paper.get(group.optimizer), metric.digits),
                 shown_seeds(group),
+                *(shown_final(group, other.name, other.digits) for other in others),
                 "" if group.train_loss is None else group.train_loss.shown(4),
                 _shown_time(step_time(group, groups)),
                 "" if group.peak_bytes is None else f"{group.peak_bytes / 2**30:.2f} GiB",

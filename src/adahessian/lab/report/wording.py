@@ -77,7 +77,7 @@ def group_title(group: Group, *, with_conditions: bool) -> str:
     return ", ".join(
         [
             OPTIMIZER_TITLES[group.optimizer],
-            *filter(None, [in_words(group.changed)]),
+            *filter(None, [in_words(group.distinctive)]),
             *([f"“{group.name}”"] if _named_by_user(group) else []),
             *([under(group.conditions)] if with_conditions else []),
         ]

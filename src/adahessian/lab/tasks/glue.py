@@ -171,6 +171,14 @@ _F1_NOTE = (
 )
 
 
+# What each metric is made of.
+_PARTS: dict[MetricName, dict[str, str]] = {
+    "accuracy": {"accuracy": "accuracy"},
+    "accuracy_and_f1": {"accuracy": "accuracy", "f1": "F1"},
+    "correlation": {"pearson": "Pearson", "spearman": "Spearman"},
+}
+
+
 def _experiment(
     form: GlueForm,
     *,
@@ -196,6 +204,12 @@ def _experiment(
         data=f"glue/{form.folder} with {files} as GLUE publishes them, and the folder of the pre-trained model",
         curve=reported,
         metric=reported,
+        others=tuple(
+            Metric(name=f"{part}_{key}", title=f"{part.replace('_', ' ')} {title}, %")
+            for part in form.dev
+            for key, title in _PARTS[metric].items()
+            if f"{part}_{key}" != reported.name
+        ),
         defaults=_defaults(lr=lr, epochs=epochs),
         notes=(*notes, *_NOTES),
         paper={"adamw": PaperNumber(mean=adamw), "adahessian": PaperNumber(mean=adahessian)},

@@ -168,6 +168,7 @@ def _load(settings: LanguageSettings, place: Place, *, source: TextSource, atten
 
 
 _CURVE = Metric(name="valid_perplexity", title="validation perplexity", higher_is_better=False)
+_OTHERS = (_CURVE, Metric(name="train_perplexity", title="training perplexity", higher_is_better=False))
 _METRIC = Metric(name="test_perplexity", title="test perplexity", higher_is_better=False)
 
 _PTB_SETTINGS = LanguageSettings(epochs=30, batch_size=60, lr=2.5e-4, schedule="inverse-sqrt", lr_warmup_steps=4000)
@@ -206,6 +207,7 @@ EXPERIMENTS: tuple[Experiment[LanguageSettings], ...] = (
         data="ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb.",
         curve=_CURVE,
         metric=_METRIC,
+        others=_OTHERS,
         defaults=_defaults(_PTB_SETTINGS, adahessian_lr=2.0),
         notes=(*_TENSORIZED_NOTES, _TIED_NOTE),
         paper={
@@ -221,6 +223,7 @@ EXPERIMENTS: tuple[Experiment[LanguageSettings], ...] = (
         data="wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-103.",
         curve=_CURVE,
         metric=_METRIC,
+        others=_OTHERS,
         defaults=_defaults(_WIKITEXT103_SETTINGS, adahessian_lr=1.0),
         notes=(
             *_TENSORIZED_NOTES,
@@ -241,6 +244,7 @@ EXPERIMENTS: tuple[Experiment[LanguageSettings], ...] = (
         data="wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-2.",
         curve=_CURVE,
         metric=_METRIC,
+        others=_OTHERS,
         defaults=_defaults(_PTB_SETTINGS, adahessian_lr=2.0),
         notes=(*_TENSORIZED_NOTES, _TIED_NOTE, "Not in the paper: the settings are those of Penn Treebank."),
         load=partial(_load, source=WIKITEXT2, attention="tensorized"),
@@ -251,6 +255,7 @@ EXPERIMENTS: tuple[Experiment[LanguageSettings], ...] = (
         data="ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb.",
         curve=_CURVE,
         metric=_METRIC,
+        others=_OTHERS,
         defaults=_defaults(replace(_PTB_SETTINGS, head_width=64), adahessian_lr=2.0),
         notes=(
             *_NOTES,

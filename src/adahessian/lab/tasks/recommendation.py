@@ -127,6 +127,10 @@ EXPERIMENTS: tuple[Experiment[RecommendationSettings], ...] = (
         data="train.txt of Criteo's Kaggle challenge, or criteo/train.txt",
         curve=_ACCURACY,
         metric=_ACCURACY,
+        others=(
+            Metric(name="test_auc", title="AUC", digits=4),
+            Metric(name="test_log_loss", title="log loss", higher_is_better=False, digits=4),
+        ),
         defaults=_DEFAULTS,
         notes=(
             "AdaHessian trains the layers, Adagrad the embeddings, as in the paper.",

@@ -139,6 +139,9 @@ class Experiment(Generic[SettingsT]):
     metric: Metric
     """In the tables, one of those that :meth:`Task.test` gives."""
 
+    others: tuple[Metric, ...] = ()
+    """More of what :meth:`Task.test` gives, for the tables of reports."""
+
     defaults: Mapping[OptimizerName, SettingsT]
     """The paper's settings for each optimizer, or ours where the paper gives none."""
 

@@ -233,6 +233,10 @@ _LRS: dict[OptimizerName, float] = {
     "rmsprop": 3e-4,
 }
 
+_OTHERS = (
+    Metric(name="bleu_detokenized", title="BLEU, detokenized"),
+    Metric(name="test_perplexity", title="test perplexity", higher_is_better=False),
+)
 _CURVE = Metric(name="valid_loss", title="validation loss, nats a token", higher_is_better=False, digits=3)
 
 _OURS = (
@@ -284,6 +288,7 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
         "lower case), from before its words are split into subwords. There or in the sub-folder iwslt14.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
+        others=_OTHERS,
         defaults=_defaults(_IWSLT14, _LRS, eps=2.8e-8),
         notes=(
             _EPS,
@@ -314,6 +319,7 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
         "Moses, from before its words are split into subwords. There or in the sub-folder wmt14.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
+        others=_OTHERS,
         defaults=_defaults(_WMT14, {**_LRS, "adahessian": 1.0, "adamw": 1e-3}, eps=3.5e-9),
         notes=(
             "The paper gives AdaHessian's learning rate, block size and betas. Its eps here, 3.5e-9 on the mean loss "
@@ -339,6 +345,7 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
         "multi30k.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
+        others=_OTHERS,
         defaults=_defaults(_MULTI30K, _LRS, eps=2.8e-8),
         notes=(
             "Not in the paper: a stand-in for IWSLT14. Sizes, epochs and warm-up are ours; all else is as for IWSLT14.",
@@ -357,6 +364,7 @@ EXPERIMENTS: tuple[Experiment[TranslationSettings], ...] = (
         "tatoeba-deu-eng.",
         curve=_CURVE,
         metric=Metric(name="bleu", title="BLEU"),
+        others=_OTHERS,
         defaults=_defaults(_TATOEBA, _LRS, eps=2.8e-8),
         notes=(
             "Not in the paper: a stand-in for IWSLT14. Sizes, epochs and warm-up are ours; all else is as for IWSLT14.",
