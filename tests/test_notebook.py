@@ -29,6 +29,8 @@ def test_cells_run_in_order(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     matplotlib.use("agg")
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     here: dict[str, Any] = {"__name__": "__main__"}
     for cell in code_cells():
         exec(compile("".join(cell["source"]), f"<cell {cell['id']}>", "exec"), here)

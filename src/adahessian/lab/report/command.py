@@ -65,7 +65,7 @@ class Report:
             console.rule(section.title, align="left")
             for part in section.parts:
                 if isinstance(part, Table):
-                    console.print(terminal_table(part))
+                    console.print(terminal_table(part, console.width))
         try:
             self._write(document)
         except OSError as error:
@@ -103,7 +103,7 @@ def _section(groups: list[Group]) -> Section:
     if of_all:
         parts.append(Paragraph(f"All {', '.join(of_all)}."))
     parts.append(task_table(groups))
-    if any(len(run.epochs) == 1 for group in groups for run in group.finished):
+    if any(len(run.epochs) == 1 and not run.shared for group in groups for run in group.finished):
         parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))
     parts += task_pictures(groups)
     if experiment.notes:

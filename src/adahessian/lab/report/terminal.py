@@ -7,13 +7,29 @@ from rich.table import Table as RichTable
 
 from adahessian.lab.report.document import Table
 
+# Names may be broken over lines, but not into less than this.
+_NARROWEST_NAME = 16
 
-def terminal_table(table: Table) -> RichTable:
-    """A table for rich: the first column at the left, numbers at the right."""
+
+def terminal_table(table: Table, width: int) -> RichTable:
+    """A table for rich: the first column at the left, numbers at the right, as many as there is room for.
+
+    Args:
+        table: The table.
+        width: Characters in a line.
+    """
+    columns = list(zip(table.headings, *table.rows, strict=True))
+    room = width - min(max(map(len, columns[0])), _NARROWEST_NAME)
     shown = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
-    for number, heading in enumerate(table.headings):
-        # Names may be long and can be broken; a number without its end would mislead.
-        shown.add_column(heading, justify="right" if number else "left", no_wrap=number > 0, min_width=10)
+    shown.add_column(table.headings[0], min_width=min(max(map(len, columns[0])), _NARROWEST_NAME))
+    fitting = 1
+    for column in columns[1:]:
+        # A number without its end would mislead: what does not fit is left to the page.
+        room -= max(map(len, column)) + 2
+        if room < 0:
+            break
+        shown.add_column(column[0], justify="right", no_wrap=True)
+        fitting += 1
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_row(*row[:fitting])
     return shown
