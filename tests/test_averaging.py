@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import reference
 from adahessian import averaging as averaging_module
-from adahessian.averaging import blocks_of
+from adahessian.averaging import Estimate, blocks_of, estimate_all
+from adahessian.update import update_hessian_rms
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
 layouts = st.sampled_from(["auto", "kernel", "row", "none"])
@@ -73,3 +74,44 @@ def test_blocks_do_not_depend_on_memory_layout():
 def test_state_is_one_value_a_block():
     of = blocks_of(torch.Size([128, 1024]), "auto", 32)
     assert math.prod(of.block_shape) * 32 == 128 * 1024
+
+
+@pytest.mark.parametrize("averaging", ["magnitude", "signed"])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_many_tensors_at_once_are_each_by_itself(averaging, with_gradients):
+    shapes = [(3,), (4, 6), (4, 7), (2, 3, 3, 3), (5, 2, 3, 3), (2, 3, 2), (), (0, 3), (300, 300)]
+    blocks = [blocks_of(torch.Size(shape), "auto", 3) for shape in shapes]
+    torch.manual_seed(0)
+    diagonals = [torch.randn(shape) * (torch.rand(shape) < 0.5) for shape in shapes]
+    diagonals[3][0, 0] = torch.inf
+    gradients = [torch.randn(shape) * (torch.rand(shape) < 0.3) for shape in shapes] if with_gradients else None
+    found = estimate_all(blocks, diagonals, gradients, [averaging] * len(shapes))
+    for i, (of, diagonal) in enumerate(zip(blocks, diagonals, strict=True)):
+        alone = of.estimate(diagonal, None if gradients is None else gradients[i], averaging)
+        torch.testing.assert_close(found[i].values, alone.values)
+        assert found[i].values.shape == of.block_shape
+        assert found[i].not_finite == alone.not_finite == (i == 3)
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999])
+def test_averages_that_are_updated_together_are_each_by_itself(beta2):
+    torch.manual_seed(0)
+    shapes = [(3,), (4, 2), (2, 3, 1, 1), (300, 300), ()]
+
+    def states():
+        torch.manual_seed(1)
+        rms = [torch.rand(shape) for shape in shapes]
+        rms[0][1] = torch.inf
+        return rms, [torch.tensor(float(i)) for i in range(len(shapes))], [torch.tensor(0) for _ in shapes]
+
+    estimates = [Estimate(torch.randn(shape), torch.tensor(i == 1)) for i, shape in enumerate(shapes)]
+    together, apart = states(), states()
+    update_hessian_rms(*together, estimates, [age + 1 for age in together[1]], beta2=beta2)
+    for i, estimate in enumerate(estimates):
+        one = [part[i : i + 1] for part in apart]
+        update_hessian_rms(*one, [estimate], [one[1][0] + 1], beta2=beta2)
+    for some, others in zip(together, apart, strict=True):
+        for a, b in zip(some, others, strict=True):
+            torch.testing.assert_close(a, b)
+    assert [int(count) for count in together[2]] == [0, 1, 0, 0, 0]
+    assert [float(age) for age in together[1]] == [1.0, 1.0, 3.0, 4.0, 5.0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian import state as states
-from adahessian.averaging import Averaging, Blocks, Estimate, Layout
+from adahessian.averaging import Averaging, Blocks, Estimate, Layout, estimate_all
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
@@ -283,13 +283,14 @@ class AdaHessian(Optimizer):
                 None if slopes is None else [slopes[i] for i in numbers],
             )
             measurement |= dict(zip([params[i] for i in numbers], map(Estimate, *estimates), strict=True))
-        for i in plain:
-            here, group, _ = measured[i]
-            measurement[params[i]] = states.blocks(here, group).estimate(
-                as_reals(parts[i].to(accumulation_dtype(here.dtype))),
-                None if slopes is None else as_reals(slopes[i]),
-                group["averaging"],
-            )
+        reals = [as_reals(parts[i].to(accumulation_dtype(measured[i][0].dtype))) for i in plain]
+        found = estimate_all(
+            [states.blocks(*measured[i][:2]) for i in plain],
+            reals,
+            None if slopes is None else [as_reals(slopes[i]) for i in plain],
+            [measured[i][1]["averaging"] for i in plain],
+        )
+        measurement |= dict(zip([params[i] for i in plain], found, strict=True))
         self._measurement = agreed(measurement)
 
     def await_curvature(self, complete: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]]) -> None:
@@ -471,16 +472,21 @@ class AdaHessian(Optimizer):
         group = part.group
         beta1, beta2 = group["betas"]
         of_plain = [part.states[i] for i in part.plain]
-        for i, state in zip(part.plain, of_plain, strict=True):
-            if part.params[i] in measurement:
-                update_hessian_rms(
-                    state["hessian_rms"],
-                    state["hessian_age"],
-                    state["dropped"],
-                    measurement[part.params[i]],
-                    state["hessian_age"] + 1 if group["beta2_per"] == "measurement" else state["step"],
-                    beta2=beta2,
-                )
+        measured = [
+            (state, measurement[part.params[i]])
+            for i, state in zip(part.plain, of_plain, strict=True)
+            if measurement and part.params[i] in measurement
+        ]
+        if measured:
+            per_measurement = group["beta2_per"] == "measurement"
+            update_hessian_rms(
+                [state["hessian_rms"] for state, _ in measured],
+                [state["hessian_age"] for state, _ in measured],
+                [state["dropped"] for state, _ in measured],
+                [estimate for _, estimate in measured],
+                [state["hessian_age"] + 1 if per_measurement else state["step"] for state, _ in measured],
+                beta2=beta2,
+            )
         params = [part.here[i] for i in part.plain]
         update_parameters(
             [as_reals(param) for param in params],

@@ -17,19 +17,22 @@ import math
 import torch
 from torch import Tensor
 
-from adahessian.averaging import Blocks, Estimate
+from adahessian.averaging import Blocks, Estimate, numbered
+
+# Elements up to which tensors are computed with together.
+_SMALL = 1 << 16
 
 
 def update_hessian_rms(
-    hessian_rms: Tensor,
-    hessian_age: Tensor,
-    dropped: Tensor,
-    estimate: Estimate,
-    new_age: Tensor,
+    hessian_rms: list[Tensor],
+    hessian_ages: list[Tensor],
+    dropped: list[Tensor],
+    estimates: list[Estimate],
+    new_ages: list[Tensor],
     *,
     beta2: float,
 ) -> None:
-    r"""Fold a measurement into the Hessian momentum, in place.
+    r"""Fold measurements into the Hessian momentum, in place.
 
     .. math::
         \bar D_t = \sqrt{\frac{(1 - \beta_2) \sum_i \beta_2^{t-i} D_i^{(s)} D_i^{(s)}}{1 - \beta_2^t}}
@@ -46,19 +49,57 @@ def update_hessian_rms(
     A measurement that is not finite everywhere is dropped whole and counted. All of it happens on the device, by masks:
     nothing waits for the host.
     """
-    new_age = new_age.to(hessian_age)
     log_beta2 = math.log(beta2) if beta2 > 0 else -math.inf
-    # expm1 keeps the digits of 1 - beta2 that float32 would lose.
-    weight = torch.expm1((new_age - hessian_age) * log_beta2) / torch.expm1(new_age * log_beta2)
+    for chosen in _taken_together(hessian_rms):
+        several = len(chosen) > 1
+        ages = _joined([hessian_ages[i] for i in chosen])
+        aged = _joined([new_ages[i].to(hessian_ages[i]) for i in chosen])
+        not_finite = _joined([estimates[i].not_finite for i in chosen])
+        # expm1 keeps the digits of 1 - beta2 that float32 would lose.
+        weight = torch.expm1((aged - ages) * log_beta2) / torch.expm1(aged * log_beta2)
+        accepted = not_finite.logical_not()
+        if several:
+            part_of = numbered([hessian_rms[i].numel() for i in chosen])
+            before = torch.cat([hessian_rms[i].flatten() for i in chosen])
+            values = torch.cat([estimates[i].values.flatten() for i in chosen])
+            after = _folded(before, values, weight[part_of], accepted[part_of])
+            parts = after.split([hessian_rms[i].numel() for i in chosen])
+        else:
+            before, values = hessian_rms[chosen[0]], estimates[chosen[0]].values
+            parts = (_folded(before, values, weight, accepted),)
+        for i, part, age, flag in zip(
+            chosen, parts, _parted(torch.where(accepted, aged, ages)), _parted(not_finite), strict=True
+        ):
+            hessian_rms[i].copy_(part.view_as(hessian_rms[i]))
+            hessian_ages[i].copy_(age)
+            dropped[i].add_(flag)
+
+
+def _folded(hessian_rms: Tensor, values: Tensor, weight: Tensor, accepted: Tensor) -> Tensor:
+    """What an average becomes, element by element."""
     unmeasured = hessian_rms.isinf()
-    untouched = estimate.values.lt(0)
-    squared = estimate.values.square().masked_fill_(untouched, 0.0)
-    accepted = estimate.not_finite.logical_not()
+    untouched = values.lt(0)
+    squared = values.square().masked_fill_(untouched, 0.0)
     previous = hessian_rms.masked_fill(unmeasured, 0.0)
     updated = (previous * previous).lerp_(squared, weight).sqrt_()
-    hessian_rms.copy_(torch.where(accepted & ~(untouched & unmeasured), updated, hessian_rms))
-    hessian_age.copy_(torch.where(accepted, new_age, hessian_age))
-    dropped.add_(estimate.not_finite)
+    return torch.where(accepted & ~(untouched & unmeasured), updated, hessian_rms)
+
+
+def _taken_together(tensors: list[Tensor]) -> list[list[int]]:
+    """Numbers of tensors that are computed with at once: on a CPU all small ones, as each call costs microseconds."""
+    together: dict[object, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        small = tensor.device.type == "cpu" and tensor.numel() < _SMALL
+        together.setdefault(tensor.dtype if small else i, []).append(i)
+    return list(together.values())
+
+
+def _joined(scalars: list[Tensor]) -> Tensor:
+    return torch.stack(scalars) if len(scalars) > 1 else scalars[0]
+
+
+def _parted(scalars: Tensor) -> tuple[Tensor, ...]:
+    return scalars.unbind() if scalars.dim() else (scalars,)
 
 
 def update_parameters(
