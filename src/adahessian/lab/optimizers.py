@@ -91,7 +91,9 @@ _FIRST_ORDER: dict[OptimizerName, Callable[[nn.Module, Settings], Optimizer]] = 
 
 
 def set_precision(precision: str) -> None:
-    """Whether matrix products of float32 are exact or may be rounded to tf32 by the hardware."""
+    """Whether a GPU's matrix products of float32 are exact or may be rounded to tf32."""
     products = "ieee" if precision == "float32" else "tf32"
     torch.backends.cuda.matmul.fp32_precision = products
+    # Both, since torch's older settings know one for the two only.
     torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn.fp32_precision = products  # type: ignore[attr-defined]

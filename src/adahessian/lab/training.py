@@ -120,7 +120,6 @@ class _Run:
         self.watcher = watcher
         self.writes = share.rank == 0
 
-        set_precision(plan.precision)
         torch.manual_seed(plan.seed)
         place = Place(data_dir=plan.data_dir, device=device, seed=plan.seed, share=share)
         self.task: Task[Any] = plan.experiment.load(plan.settings, place)
@@ -131,6 +130,7 @@ class _Run:
                 "smaller --batch-size"
             )
         if device.type == "cuda":
+            set_precision(plan.precision)
             torch.cuda.reset_peak_memory_stats(device)
         self.bare_model = self.task.make_model()
         self.model = wrapped(self.bare_model, share)
