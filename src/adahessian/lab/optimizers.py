@@ -92,8 +92,5 @@ _FIRST_ORDER: dict[OptimizerName, Callable[[nn.Module, Settings], Optimizer]] = 
 
 def set_precision(precision: str) -> None:
     """Whether a GPU's matrix products of float32 are exact or may be rounded to tf32."""
-    products = "ieee" if precision == "float32" else "tf32"
-    torch.backends.cuda.matmul.fp32_precision = products
-    # Both, since torch's older settings know one for the two only.
-    torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn.fp32_precision = products  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.allow_tf32 = precision != "float32"
+    torch.backends.cudnn.allow_tf32 = precision != "float32"
