@@ -11,7 +11,7 @@ block is stored once and brought back to the elements by broadcasting.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -85,15 +85,17 @@ class Blocks:
 
     def average(self, diagonal: Tensor, averaging: Averaging) -> Tensor:
         """The mean of each block: of ``|D|`` (magnitude, the authors' code) or of ``D`` (signed, the paper)."""
-        if averaging == "magnitude":
-            diagonal = diagonal.abs()
+        return self._over_blocks(diagonal.abs() if averaging == "magnitude" else diagonal, torch.mean)
+
+    def _over_blocks(self, elements: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """One value a block: what a function of torch's makes of its elements."""
         if self.kernel_dims:
-            return diagonal.mean(dim=tuple(range(-self.kernel_dims, 0)), keepdim=True)
+            return reduce(elements, dim=tuple(range(-self.kernel_dims, 0)), keepdim=True)
         if self.row_length == 1:
-            return diagonal
-        whole, rest = diagonal.tensor_split([self.shape[-1] - self._remainder], dim=-1)
-        means = whole.reshape(*whole.shape[:-1], whole.shape[-1] // self.row_length, self.row_length).mean(-1)
-        return torch.cat([means, rest.mean(-1, keepdim=True)], dim=-1) if self._remainder else means
+            return elements
+        whole, rest = elements.tensor_split([self.shape[-1] - self._remainder], dim=-1)
+        values = reduce(whole.reshape(*whole.shape[:-1], whole.shape[-1] // self.row_length, self.row_length), dim=-1)
+        return torch.cat([values, reduce(rest, dim=-1, keepdim=True)], dim=-1) if self._remainder else values
 
     def estimate(self, diagonal: Tensor, gradient: Tensor | None, averaging: Averaging) -> Estimate:
         """What a measured diagonal, and the gradient of the same loss, say about each block.
@@ -108,8 +110,8 @@ class Blocks:
         values = self.average(diagonal, averaging).abs()
         if gradient is None:
             return values
-        touched = diagonal.ne(0) | gradient.ne(0)
-        return values.masked_fill(self.average(touched.to(diagonal), "magnitude").eq(0), UNTOUCHED)
+        touched = self._over_blocks(diagonal.ne(0).logical_or_(gradient.ne(0)), torch.any)
+        return values.masked_fill(touched.logical_not_(), UNTOUCHED)
 
     @cached_property
     def run_length(self) -> int | None:

@@ -67,11 +67,12 @@ def update_hessian_rms(
         else:
             before, values = hessian_rms[chosen[0]], estimates[chosen[0]].values
             parts = (_folded(before, values, weight, accepted),)
-        for i, part, age, flag in zip(
-            chosen, parts, _parted(torch.where(accepted, aged, ages)), _parted(not_finite), strict=True
-        ):
-            hessian_rms[i].copy_(part.view_as(hessian_rms[i]))
-            hessian_ages[i].copy_(age)
+        torch._foreach_copy_(
+            [hessian_rms[i] for i in chosen],
+            [part.view_as(hessian_rms[i]) for i, part in zip(chosen, parts, strict=True)],
+        )
+        torch._foreach_copy_([hessian_ages[i] for i in chosen], _parted(torch.where(accepted, aged, ages)))
+        for i, flag in zip(chosen, _parted(not_finite), strict=True):
             dropped[i].add_(flag)
 
 
