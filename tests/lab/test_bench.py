@@ -58,7 +58,9 @@ def tiny():
 def bench(**settings):
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
-        Bench(**{"rounds": 1, "min_seconds": 1e-9, **settings}).run()
+        # Where there is a GPU, too: there it would measure networks of real size, in every mode.
+        on_cpu = {"device": "cpu", "channels_last": False}
+        Bench(**{"rounds": 1, "min_seconds": 1e-9, **on_cpu, **settings}).run()
     return stdout.getvalue(), json.loads(settings["output"].read_text())
 
 
@@ -175,7 +177,7 @@ def test_an_interrupted_run_keeps_and_shows_what_it_has(tmp_path, monkeypatch, c
 
     monkeypatch.setattr("adahessian.lab.bench.command.measure_whole_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Bench(output=tmp_path / "bench.json").run()
+        Bench(device="cpu", output=tmp_path / "bench.json").run()
     kept = json.loads((tmp_path / "bench.json").read_text())
     assert kept["cells"].keys() == {"steps/resnet20/eager/SGD"}
     printed = capsys.readouterr().out
@@ -477,7 +479,7 @@ def test_a_file_that_holds_something_else_is_left_alone(text, tmp_path):
     content = text if isinstance(text, bytes) else text.encode()
     path.write_bytes(content)
     with pytest.raises(SystemExit, match=r"--output: .*mine\.json holds no results") as refusal:
-        Bench(output=path).run()
+        Bench(device="cpu", output=path).run()
     assert len(str(refusal.value).splitlines()) == 1
     assert path.read_bytes() == content
 
@@ -492,7 +494,7 @@ def test_a_path_that_cannot_become_a_file_is_refused_before_anything_is_measured
         (tmp_path / "device", "is not an ordinary file: name a file"),
     ):
         with pytest.raises(SystemExit, match=message) as refusal:
-            Bench(output=path).run()
+            Bench(device="cpu", output=path).run()
         assert len(str(refusal.value).splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"file", "device"}
 
@@ -503,7 +505,7 @@ def test_a_file_system_that_cannot_be_written_is_noticed_before_anything_is_meas
 
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     with pytest.raises(SystemExit, match="Read-only file system"):
-        Bench(output=tmp_path / "bench.json").run()
+        Bench(device="cpu", output=tmp_path / "bench.json").run()
 
 
 # The update alone ----------------------------------------------------------------------------------------------------
