@@ -43,7 +43,8 @@ class LiveWatcher:
         self._loss = float("nan")
         self._metric = ""
         self._printed = self._looked = time.perf_counter()
-        self._seconds: float | None = None
+        self._seconds = 0.0
+        self._looks = 0
         self._step = self._step_looked_at = self._steps = 0
 
     def __enter__(self) -> LiveWatcher:
@@ -123,12 +124,14 @@ class LiveWatcher:
         now, steps = time.perf_counter(), self._step - self._step_looked_at
         if steps:
             recent = (now - self._looked) / steps
-            self._seconds = recent if self._seconds is None else 0.7 * self._seconds + 0.3 * recent
+            # The first look has seen the compiler at work: the second one does not count it in.
+            self._seconds = recent if self._looks < 2 else 0.7 * self._seconds + 0.3 * recent
+            self._looks += 1
             self._looked, self._step_looked_at = now, self._step
 
     def _status(self, lr: float) -> str:
         assert self._plan is not None
-        seconds = self._seconds or 0.0
+        seconds = self._seconds
         epochs = self._plan.settings.epochs
         epoch = max(1, math.ceil(self._step * epochs / max(1, self._steps)))
         parts = [
