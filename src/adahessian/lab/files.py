@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+def cache_folder() -> Path:
+    """For what can be made again: ``adahessian`` in ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adahessian"
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes its place under its name only when all of it is on the disk.

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from adahessian.lab.data.errors import DataError
+from adahessian.lab.files import cache_folder
 
 DENSE = 13
 CATEGORIES = 26
@@ -89,7 +90,7 @@ def read_log(path: Path, cache_dir: Path | None = None) -> ClickLog:
     Raises:
         DataError: If a line is anything else, or there are fewer than seven.
     """
-    folder = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adahessian"
+    folder = cache_dir or cache_folder()
     key = _key(path)
     for cached in folder.glob(f"criteo-{key}-*.npy"):
         if (rows := _mapped(cached)) is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adahessian.lab.data.token_batches import END, PADDING, START
+from adahessian.lab.files import cache_folder, written_whole
 
 RESERVED = 1 + max(PADDING, START, END)
 
@@ -92,8 +90,7 @@ def _cache_file(texts: Sequence[Sequence[str]], size: int, tokenized: bool) -> P
     key = hashlib.sha256(repr((tokenizers.__version__, size, WORDS if tokenized else WORDS_AND_PUNCTUATION)).encode())
     for sentence in _spaced(texts):
         key.update(sentence.encode() + b"\n")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return folder / "adahessian" / "subwords" / f"{key.hexdigest()}.json"
+    return cache_folder() / "subwords" / f"{key.hexdigest()}.json"
 
 
 def _read(path: Path) -> Tokenizer | None:
@@ -113,15 +110,7 @@ def _write(path: Path, tokenizer: Tokenizer) -> None:
     text = tokenizer.to_str()
     content = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokenizer": text})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        with written_whole(path) as file:
+            file.write(content.encode())
     except OSError as error:
         _log.warning("subwords are not cached: %s", error)
