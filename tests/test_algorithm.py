@@ -155,7 +155,7 @@ def test_large_tensors_take_the_step_of_small_ones(block_size: int, monkeypatch:
     """They are updated through views instead of copies."""
     finals = []
     for small in (0, 1 << 16):
-        monkeypatch.setattr(averaging, "_SMALL", small)
+        monkeypatch.setattr(averaging, "SMALL", small)
         averaging.blocks_of.cache_clear()
         for foreach in (False, True):
             model = CONVOLUTION.model()

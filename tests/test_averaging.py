@@ -22,7 +22,7 @@ dtypes = st.sampled_from([torch.float32, torch.float64])
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes, layouts, st.integers(1, 8), st.sampled_from(["magnitude", "signed"]), dtypes, st.integers(0, 2**31))
 def test_average_is_the_mean_of_each_block(monkeypatch, small, shape, layout, size, averaging, dtype, seed):
-    monkeypatch.setattr(averaging_module, "_SMALL", small)
+    monkeypatch.setattr(averaging_module, "SMALL", small)
     averaging_module.blocks_of.cache_clear()
     diagonal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     of = blocks_of(diagonal.shape, layout, size)

@@ -28,8 +28,8 @@ AVERAGINGS: tuple[str, ...] = get_args(Averaging)
 # The estimate of a block that took no part in the measured loss; all others are magnitudes.
 UNTOUCHED = -1.0
 
-# Below so many elements, one copy costs less than the views that would save it.
-_SMALL = 1 << 16
+# Below so many elements, one copy costs less than the views or calls that would save it.
+SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Blocks:
 
     @cached_property
     def _small(self) -> bool:
-        return math.prod(self.shape) < _SMALL
+        return math.prod(self.shape) < SMALL
 
     @cached_property
     def _rows_of_blocks(self) -> tuple[int, ...] | None:

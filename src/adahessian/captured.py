@@ -26,9 +26,6 @@ from adahessian.sharding import mesh_of
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
 
-# CUDA's names for how urgent the work on a stream is.
-_USUAL, _URGENT = 0, -1
-
 _NOT_CAPTURED = "nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device"
 
 Result = TypeVar("Result")
@@ -294,14 +291,10 @@ class _Graphs:
             # The choice is made, and compiled, outside of any capture.
             with _weights_cast_anew():
                 compute = self._engine.way(part)
-            # On a part of the batch kernels are many and short. Beside those of the gradient, and before them wherever
-            # both wait, they take next to no time.
-            priority = _USUAL if keep_buffers else _URGENT
-            self._found = Graph(
-                lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model, priority=priority
-            )
+            self._found = Graph(lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model)
             if not self._found.is_random and _buffers_are_only_written(self._model):
-                self._beside = torch.cuda.Stream(priority=priority)
+                # On a part of the batch kernels are many and short, and leave room for those of the gradient.
+                self._beside = torch.cuda.Stream()
         else:
             for probe in probes:
                 self._optimizer.draw_probes(probe, out=self._probes[probe])
@@ -314,12 +307,11 @@ class Graph(Generic[Result]):
     Args:
         function: What to capture.
         model: The model whose buffers and random streams the rehearsals are not to change.
-        priority: How urgent its kernels are, which they take from the stream they are captured on.
     """
 
-    def __init__(self, function: Callable[[], Result], model: nn.Module, *, priority: int = _USUAL) -> None:
+    def __init__(self, function: Callable[[], Result], model: nn.Module) -> None:
         # On a stream of its own, so that no other graph shares the workspaces that libraries keep for each stream.
-        stream = torch.cuda.Stream(priority=priority)
+        stream = torch.cuda.Stream()
         with _weights_cast_anew():
             with values_restored(model):
                 here, there = _host_random_states(), torch.cuda.get_rng_state()

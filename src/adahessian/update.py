@@ -17,10 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from adahessian.averaging import Blocks, Estimate, numbered
-
-# Elements up to which tensors are computed with together.
-_SMALL = 1 << 16
+from adahessian.averaging import SMALL, Blocks, Estimate, numbered
 
 
 def update_hessian_rms(
@@ -90,7 +87,7 @@ def _taken_together(tensors: list[Tensor]) -> list[list[int]]:
     """Numbers of tensors that are computed with at once: on a CPU all small ones, as each call costs microseconds."""
     together: dict[object, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        small = tensor.device.type == "cpu" and tensor.numel() < _SMALL
+        small = tensor.device.type == "cpu" and tensor.numel() < SMALL
         together.setdefault(tensor.dtype if small else i, []).append(i)
     return list(together.values())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jvp
+from test_image_tasks import assert_products_agree
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from adahessian.lab import digits
@@ -85,22 +85,7 @@ def test_it_learns_and_its_metrics_are_those_of_torchmetrics():
 def test_products_by_both_ways_agree():
     task = load()
     torch.manual_seed(0)
-    model = task.make_model().double()
-    images, labels = next(task.batches(0))
-    params = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
-    probe = {name: torch.randn_like(param) for name, param in params.items()}
-
-    def loss(params):
-        state = {**params, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
-        return task.loss(lambda inputs: functional_call(model, state, (inputs,)), (images.double(), labels))
-
-    gradients = torch.autograd.grad(loss(params), list(params.values()), create_graph=True)
-    expected = torch.autograd.grad(gradients, list(params.values()), list(probe.values()))
-    _, found = jvp(grad(loss), ({name: param.detach() for name, param in params.items()},), (probe,))
-    scale = torch.cat([value.flatten() for value in expected]).norm()
-    assert scale > 0.1
-    for value, name in zip(expected, params, strict=True):
-        assert (found[name] - value).norm() <= 1e-8 * scale
+    assert_products_agree(task, task.make_model())
 
 
 def test_the_tasks_are_known_without_packages_of_others():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic
@@ -17,7 +17,7 @@ from adahessian.lab.checkpoints import CheckpointError
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
-from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, identity, label, read_result
+from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
 from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName, SettingsError
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, SettingsT
@@ -175,15 +175,7 @@ def _pass_over(plan: Plan, console: Console) -> None:
         result = read_result(plan.files.result)
     except NotARunError as error:
         raise SystemExit(f"adahessian train: {error}. --overwrite begins anew") from error
-    asked_for = identity(
-        task=plan.experiment.name,
-        optimizer=plan.optimizer,
-        seed=plan.seed,
-        settings=asdict(plan.settings),
-        precision=plan.precision,
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
-    )
-    if differing := differences(result.identity, asked_for):
+    if differing := differences(result.identity, plan.identity(int(os.environ.get("WORLD_SIZE", "1")))):
         raise SystemExit(
             f"adahessian train: {plan.files.result} is another run: it differs in {differing}. Choose another --name "
             "or --output, or --overwrite it"

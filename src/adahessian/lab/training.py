@@ -65,6 +65,17 @@ class Plan:
     stop_after_steps: int | None = None
     """The same after so many steps."""
 
+    def identity(self, processes: int) -> dict[str, Any]:
+        """What makes the run this one and no other."""
+        return identity(
+            task=self.experiment.name,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            settings=asdict(self.settings),
+            precision=self.precision,
+            processes=processes,
+        )
+
 
 class Watcher(Protocol):
     """Sees how a run is getting on."""
@@ -313,7 +324,7 @@ class _Run:
         if not self.writes:
             return
         content = {
-            "identity": self._identity(),
+            "identity": self.plan.identity(self.share.ranks),
             "model": self.bare_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -337,7 +348,7 @@ class _Run:
             saved = load_checkpoint(path, device=self.device)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Restore it from a copy, or begin anew with --overwrite") from error
-        if differing := differences(saved["identity"], self._identity()):
+        if differing := differences(saved["identity"], self.plan.identity(self.share.ranks)):
             raise CheckpointError(f"{path} is another run's: it differs in {differing}. Choose another --name.")
         self.bare_model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -351,17 +362,6 @@ class _Run:
         self.earlier_peak_bytes = saved["peak_bytes"]
         self.shared = self.shared or saved["shared"]
         self.diverged = saved["diverged"]
-
-    def _identity(self) -> dict[str, Any]:
-        plan = self.plan
-        return identity(
-            task=plan.experiment.name,
-            optimizer=plan.optimizer,
-            seed=plan.seed,
-            settings=asdict(plan.settings),
-            precision=plan.precision,
-            processes=self.share.ranks,
-        )
 
     def _open_log(self) -> None:
         if self.writes:

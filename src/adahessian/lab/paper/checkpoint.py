@@ -44,9 +44,10 @@ def load_trained(path: Path, *, task: str | None, data_dir: Path, device: torch.
     """
     content = load_checkpoint(path, device=device)
     told = _told(path, content)
-    if task is None and told is None:
+    name = task or (told[0] if told is not None else None)
+    if name is None:
         raise CheckpointError(f"nothing says what task {path} is of: give --task")
-    experiment = experiment_named(task or told[0])  # type: ignore[index]
+    experiment = experiment_named(name)
     if told is not None and told[0] != experiment.name:
         raise CheckpointError(f"{path} is of the task {told[0]}, not {experiment.name}")
     loaded = experiment.load(_settings(experiment, told), Place(data_dir=data_dir, device=device, seed=seed))
