@@ -252,6 +252,33 @@ def test_training_goes_on_as_if_nothing_had_been():
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(
+    "make", [lambda model: AdaHessian(model.parameters(), eps=1e-13), lambda model: SGD(model.parameters(), 0.1)]
+)
+def test_in_float16_a_scaler_keeps_derivatives_from_vanishing_and_is_put_back(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    batches = list(torch.randn(40, 32, 6))
+
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            return 1e-9 * model(batch).float().square().mean()
+
+    def suggestion(scaler):
+        optimizer = make(model)
+        if isinstance(optimizer, AdaHessian):
+            curvature = Curvature(model, loss_fn, optimizer, scaler=scaler)
+            return suggest_lr(curvature, batches, highest=1e3)
+        return suggest_lr(optimizer, batches, model=model, loss_fn=loss_fn, scaler=scaler, highest=1e9)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+    found = suggestion(scaler)
+    assert min(found.smoothed) < 0.5 * found.losses[0]
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), dict(scaler._per_optimizer_states)) == (2.0**40, 0, {})
+    with pytest.raises(RuntimeError, match="by more than chance"):
+        suggestion(None)
+
+
 @pytest.mark.parametrize("own_generator", [False, True])
 def test_a_loader_goes_on_with_the_same_order(own_generator):
     model = MLP.model()

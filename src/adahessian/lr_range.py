@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
@@ -112,6 +113,7 @@ def suggest_lr(
     *,
     model: nn.Module | None = None,
     loss_fn: LossFunction | None = None,
+    scaler: GradScaler | None = None,
     lowest: float = 1e-4,
     highest: float = 10.0,
     steps: int = 80,
@@ -126,10 +128,10 @@ def suggest_lr(
     which the smoothed loss had made nine tenths of its whole fall. It is a place to begin, not the outcome of a search.
 
     Then everything is put back, bit by bit, also if an error or an interrupt ends it: parameters, buffers, gradients,
-    modes, the optimizer's state, groups and unused measurement, random streams and the generator of a loader. What has
-    been compiled meanwhile stays compiled. An iterator, unlike a loader or a list, has been advanced. Hooks, those of
-    the optimizer too, run as in training: a clipping of gradients belongs there. It needs memory for a second copy of
-    the parameters and of the optimizer's state.
+    modes, the optimizer's state, groups and unused measurement, the scaler, random streams and the generator of a
+    loader. What has been compiled meanwhile stays compiled. An iterator, unlike a loader or a list, has been advanced.
+    Hooks, those of the optimizer too, run as in training: a clipping of gradients belongs there. It needs memory for a
+    second copy of the parameters and of the optimizer's state.
 
     Groups with different learning rates keep their ratios; what is tried and suggested is the largest of them.
 
@@ -139,6 +141,7 @@ def suggest_lr(
             out is started again.
         model: The model, where ``source`` is an optimizer.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss. :class:`adahessian.Curvature` knows it.
+        scaler: The ``GradScaler`` of a loop in float16. :class:`adahessian.Curvature` knows it.
         lowest: The learning rate to begin with. It should change next to nothing.
         highest: The learning rate to end with, unless the loss diverges before.
         steps: Number of steps, 20 or more.
@@ -162,7 +165,7 @@ def suggest_lr(
         >>> 0 < found.suggestion < found.largest_descending
         True
     """
-    trainee = _Trainee.of(source, model, loss_fn)
+    trainee = _Trainee.of(source, model, loss_fn, scaler)
     _check_range(lowest, highest, steps)
     if (
         torch.distributed.is_available()
@@ -193,9 +196,12 @@ class _Trainee:
     loss_fn: LossFunction
     optimizer: Optimizer
     curvature: CurvaturePass[Any] | None
+    scaler: GradScaler
 
     @classmethod
-    def of(cls, source: object, model: nn.Module | None, loss_fn: LossFunction | None) -> _Trainee:
+    def of(
+        cls, source: object, model: nn.Module | None, loss_fn: LossFunction | None, scaler: GradScaler | None
+    ) -> _Trainee:
         curvature = source if isinstance(source, CurvaturePass) else None
         optimizer = source if curvature is None else curvature.optimizer
         if not isinstance(optimizer, Optimizer):
@@ -210,7 +216,8 @@ class _Trainee:
                 f"a {type(source).__name__} does not know all that is needed: give suggest_lr "
                 f"{'loss_fn=' if curvature is not None else 'model= and loss_fn='} as well"
             )
-        return cls(model, loss_fn, optimizer, curvature)
+        scaler = scaler or getattr(curvature, "scaler", None) or GradScaler(enabled=False)
+        return cls(model, loss_fn, optimizer, curvature, scaler)
 
     def step(self, batch: Any) -> float:
         """Take one step, as in training, unless the loss is not finite; returns the loss before it."""
@@ -224,8 +231,10 @@ class _Trainee:
             value = loss.item()
             if math.isfinite(value):
                 # In the classic loop, without a curvature pass, the gradient carries its graph.
-                loss.backward(create_graph=bool(getattr(self.optimizer, "curvature_due", False)))
-                self.optimizer.step()
+                create_graph = bool(getattr(self.optimizer, "curvature_due", False))
+                self.scaler.scale(loss).backward(create_graph=create_graph)
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         return value
 
 
@@ -385,9 +394,10 @@ def _all_put_back(trainee: _Trainee, batches: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(random_streams_untouched(devices_of(trainee.model)))
         stack.enter_context(_generators_put_back(batches))
-        for holder in (*optimizers, trainee.curvature):
+        for holder in (*optimizers, trainee.curvature, getattr(trainee.curvature, "_scaled_loss", None)):
             if holder is not None:
                 stack.enter_context(_attributes_put_back(holder))
+        stack.enter_context(_scaler_put_back(trainee.scaler))
         stack.enter_context(_groups_put_back(optimizers))
         stack.enter_context(_model_put_back(trainee.model, optimizers))
         # Steps write into copies; the states themselves come back with the other attributes.
@@ -422,6 +432,17 @@ def _attributes_put_back(holder: object) -> Iterator[None]:
     finally:
         vars(holder).clear()
         vars(holder).update(attributes)
+
+
+@contextmanager
+def _scaler_put_back(scaler: GradScaler) -> Iterator[None]:
+    """Its scale, and what it remembers of a step that was not finished."""
+    attributes = copy.deepcopy(vars(scaler))
+    try:
+        yield
+    finally:
+        vars(scaler).clear()
+        vars(scaler).update(attributes)
 
 
 @contextmanager

@@ -118,22 +118,71 @@ def test_second_derivatives_that_overflow_are_measured_again_with_a_smaller_scal
         assert (found - exact).norm() < 0.01 * exact.norm(), scale
 
 
-def test_the_scale_of_the_pass_backs_off_and_grows_again(monkeypatch):
+def test_activations_that_overflow_along_a_probe_are_measured_again_with_a_smaller_one():
+    """They do so whatever the loss is multiplied by."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    large = 3e4 * torch.randn(32, 6).clamp(-2, 2)
+    with torch.no_grad():
+        model[0].weight /= 3e4
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        optimizer = AdaHessian(model.parameters())
+        caught = []
+        optimizer.feed_curvature = lambda diagonal, gradients, to=caught: to.extend(diagonal.values())
+
+        def loss_fn(model, batch, dtype=dtype):
+            with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+                return model(batch).float().square().mean()
+
+        Curvature(model, loss_fn, optimizer, scaler=scaler_of(1.0)).measure(large)
+        found[dtype] = torch.cat([each.flatten() for each in caught])
+    exact = found[torch.float32]
+    assert (found[torch.float16] - exact).norm() < 0.01 * exact.norm()
+
+
+def pretend_pass(overflows):
+    """A loss that is its batch, and a pass that knows when a gradient and a product overflow; the scales it saw."""
+    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
+    scales = []
+
+    def measure(of_probe):
+        of_loss = float(loss(None, torch.ones(())))
+        scales.append((of_loss, of_probe))
+        of_gradient, of_product = overflows(*scales[-1])
+        gradient = torch.full((2,), torch.inf if of_gradient else 1.0)
+        product = torch.full((2,), torch.inf if of_product else of_loss * of_probe**2)
+        return Found(torch.ones(()), [gradient, None], [product, None])
+
+    return (lambda: loss.unscaled(measure, torch.device("cpu"), None).diagonal[0].tolist()), scales
+
+
+def test_the_scales_of_a_pass_back_off_and_grow_again(monkeypatch):
     monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 2)
-    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
-    device, scales = torch.device("cpu"), []
-
-    def measure():
-        scales.append(float(loss(None, torch.ones(()))))
-        return Found(torch.ones(()), [], [torch.full((2,), scales[-1] if scales[-1] < 2.0**8 else torch.inf)])
-
+    measure, scales = pretend_pass(lambda of_loss, of_probe: (of_loss >= 2.0**8, of_probe >= 2.0**-2))
+    for _ in range(5):
+        assert measure() == [1.0, 1.0]
+    assert scales == [
+        (2.0**10, 1.0),
+        (2.0**6, 1.0),  # the gradient is finite now
+        (2.0**6, 2.0**-4),
+        (2.0**6, 2.0**-4),
+        (2.0**6, 2.0**-3),  # probes grow first
+        (2.0**6, 2.0**-3),
+        (2.0**6, 2.0**-2),
+        (2.0**6, 2.0**-6),
+    ]
+    measure, scales = pretend_pass(lambda of_loss, of_probe: (of_loss >= 2.0**8, False))
     for _ in range(3):
-        (diagonal,) = loss.unscaled(measure, device, None).diagonal
-        assert diagonal.tolist() == [1.0, 1.0]
-    assert scales == [2.0**10, 2.0**6, 2.0**6, 2.0**7]
+        assert measure() == [1.0, 1.0]
+    assert scales == [(2.0**10, 1.0), (2.0**6, 1.0), (2.0**6, 1.0), (2.0**7, 1.0)]
 
 
-def test_what_is_not_a_number_at_any_scale_is_let_go():
-    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
-    found = loss.unscaled(lambda: Found(torch.ones(()), [], [torch.full((2,), torch.nan)]), torch.device("cpu"), None)
-    assert found.diagonal[0].isnan().all()
+@pytest.mark.parametrize("of_gradient", [True, False])
+def test_what_is_not_finite_at_any_scale_is_let_go_and_costs_no_range(of_gradient):
+    is_bad = [True]
+    measure, scales = pretend_pass(lambda *_: (of_gradient and is_bad[0], is_bad[0]))
+    assert measure() == [torch.inf, torch.inf]
+    is_bad[0] = False
+    assert measure() == [1.0, 1.0]
+    assert scales[-1] == scales[0]

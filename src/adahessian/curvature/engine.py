@@ -132,10 +132,20 @@ class Engine:
         self._compiled_for.discard(kind)
         self._kinds.refuse(kind)
 
-    def measure(self, part: Any) -> Found:
-        """Measure on a part of a batch. Nothing is changed."""
+    def measure(self, part: Any, scale: float = 1.0) -> Found:
+        """Measure on a part of a batch. Nothing is changed.
+
+        Args:
+            part: What ``loss_fn`` takes.
+            scale: What probes are multiplied by. The diagonal is too large by its square.
+        """
+
+        def draw(probe: int) -> list[Tensor]:
+            drawn = self._problem.optimizer.draw_probes(probe)
+            return drawn if scale == 1 else [scale * sign for sign in drawn]
+
         with self._problem.random_streams_untouched():
-            return self.compute(part, self._problem.optimizer.draw_probes, keep_buffers=False)
+            return self.compute(part, draw, keep_buffers=False)
 
     def wants_compiled(self) -> tuple[bool, str]:
         """Whether to compile, and why not."""

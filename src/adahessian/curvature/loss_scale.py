@@ -7,7 +7,7 @@ by it afterwards. The second derivatives of that loss are as much too large.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
 # A scale that overflows is divided by 16, and tried again so often: float16 has not much more range than that.
 _BACK_OFF = 16.0
-_MOST_TRIES = 8
-# After so many measurements without an overflow it is doubled.
+_MOST_TRIES = 10
+# After so many measurements without an overflow one of them is doubled.
 _GROWTH_INTERVAL = 100
 
 
 class ScaledLoss:
-    """A loss, multiplied by a scale of its own, which begins with that of a scaler.
+    r"""A loss, multiplied by a scale :math:`L` of its own, which begins with that of a scaler.
 
-    A scaler raises its scale until gradients overflow. Second derivatives are larger, and overflow before that.
+    A scaler raises its scale until gradients overflow. Second derivatives are larger, and overflow before that: some by
+    :math:`L`, and some, those of activations along a probe, whatever it is. So the probe has a scale :math:`s` too,
+
+    .. math:: z \odot H z = \frac{(s z) \odot \nabla^2 (L f) \, (s z)}{s^2 L}.
 
     Args:
         loss_fn: The loss, of a model and a batch.
@@ -42,6 +45,7 @@ class ScaledLoss:
         self._loss_fn = loss_fn
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._number: float | None = None
+        self._of_probe = 1.0
         self._since_overflow = 0
         self._scale: Tensor | None = None
 
@@ -50,37 +54,53 @@ class ScaledLoss:
         loss = self._loss_fn(model, batch)
         return loss if self._scale is None or not isinstance(loss, Tensor) else loss * self._scale.to(loss.device)
 
-    def unscaled(self, measure: Callable[[], Found], device: torch.device, ranks: Ranks | None) -> Found:
-        """What a pass finds, without the scale: once more, with a smaller one, where it overflows.
+    def unscaled(self, measure: Callable[[float], Found], device: torch.device, ranks: Ranks | None) -> Found:
+        """What a pass finds, without the scales: once more, with a smaller one, where it overflows.
 
         Args:
-            measure: The pass.
+            measure: The pass, for a scale of the probe.
             device: Where it runs.
             ranks: Those that must agree on whether it is done once more.
         """
         if self._scaler is None:
-            return measure()
+            return measure(1.0)
         if self._number is None:
             self._number = self._scaler.get_scale()
-        for attempt in range(_MOST_TRIES):
+        before = self._number, self._of_probe
+        for _ in range(_MOST_TRIES):
             # A tensor: compiled code is not compiled anew for another number.
-            scale = self._scale = torch.full((), self._number, device=device)
-            found = measure()
-            diagonal = [values for values in found.diagonal if values is not None]
-            finite = torch.stack([values.isfinite().all().to(device) for values in diagonal])
-            overflow = finite.all().logical_not().float()
+            self._scale = torch.full((), self._number, device=device)
+            unscale = 1 / (self._number * self._of_probe**2)
+            found = measure(self._of_probe)
+            overflows = torch.stack([_overflows(found.gradients, device), _overflows(found.diagonal, device)])
             # The scaler reads such a number in every step: another one does no harm.
-            if not (overflow if ranks is None else ranks.sum_(overflow)).item():
+            of_gradient, of_product = (overflows if ranks is None else ranks.sum_(overflows)).tolist()
+            if of_gradient:
+                self._number /= _BACK_OFF
+            elif of_product:
+                self._of_probe /= _BACK_OFF
+            else:
                 self._since_overflow += 1
                 break
-            if attempt + 1 < _MOST_TRIES:
-                self._number /= _BACK_OFF
-                self._since_overflow = 0
-        for values in diagonal:
-            values /= scale.to(values.device)
+            self._since_overflow = 0
+        else:
+            self._number, self._of_probe = before  # no scale is to blame, but the batch
+        for values in found.diagonal:
+            if values is not None:
+                values *= unscale
         if self._since_overflow >= _GROWTH_INTERVAL:
-            self._number, self._since_overflow = 2 * self._number, 0
+            self._since_overflow = 0
+            if self._of_probe < 1:
+                self._of_probe *= 2
+            else:
+                self._number *= 2
         return found
+
+
+def _overflows(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    """1 if one of them has a value that is not finite, else 0."""
+    finite = [values.isfinite().all().to(device) for values in tensors if values is not None]
+    return torch.stack(finite).all().logical_not().float() if finite else torch.zeros((), device=device)
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -115,5 +116,5 @@ class Curvature(CurvaturePass[Model]):
             raise ValueError("SyncBatchNorm makes one objective of all ranks, in which they cannot be weighted apart")
         device = next(self.model.parameters()).device
         with self._problem.gathered(), past_wrappers(self.model):
-            found = self._scaled_loss.unscaled(lambda: self._engine.measure(part), device, self.ranks)
+            found = self._scaled_loss.unscaled(partial(self._engine.measure, part), device, self.ranks)
         self.feed(found.diagonal, found.gradients, weight=weight)
