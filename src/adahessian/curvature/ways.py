@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
+from adahessian.curvature.batch_norm import PlainBatchNorm
 from adahessian.curvature.batches import signature
 from adahessian.curvature.compilation import Compiled
 from adahessian.curvature.errors import CurvatureError, explained
@@ -161,7 +162,12 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
         buffers = {f"model.{name}": buffer for name, buffer in problem.model.named_buffers()}
         probes = problem.optimizer.num_probes
         first_probe = draw(0)  # here: a draw has nothing to do with the modes below, which see every operation
-        with torch.no_grad(), twice_differentiable(problem.model, compiled=compiled), plain_attention():
+        with (
+            torch.no_grad(),
+            twice_differentiable(problem.model, compiled=compiled),
+            plain_attention(),
+            PlainBatchNorm() if compiled else nullcontext(),
+        ):
             others = []
             for probe in range(1, probes):
                 # All passes draw the random numbers that the last one, which comes next, is to draw.

@@ -1,0 +1,60 @@
+"""Batch norm in plain operations: the same values, derivatives and running statistics as torch's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad, jvp
+
+from adahessian.curvature.batch_norm import PlainBatchNorm, batch_norm
+
+
+def inputs(shape, dtype=torch.float64, offset=3.0):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in (shape, shape[1], shape[1])
+    )
+    return x.to(dtype) * 2 + offset, weight.to(dtype), bias.to(dtype)
+
+
+def own(x, weight, bias, eps):
+    return nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+
+
+def curvature(function, values):
+    """Gradient and Hessian-vector product of a loss that bends."""
+    along = tuple(torch.cos(torch.arange(each.numel(), dtype=each.dtype)).view_as(each) for each in values)
+    loss = grad(lambda *args: function(*args, 1e-3).sin().square().sum(), argnums=(0, 1, 2))
+    return jvp(loss, values, along)
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (4, 3, 5), (4, 3, 5, 2)])
+def test_values_and_both_derivatives_are_those_of_torch(shape):
+    values = inputs(shape)
+    torch.testing.assert_close(batch_norm(*values, 1e-3), own(*values, 1e-3))
+    torch.testing.assert_close(curvature(batch_norm, values), curvature(own, values))
+
+
+def test_without_scale_and_shift():
+    x, *_ = inputs((8, 3))
+    torch.testing.assert_close(batch_norm(x, None, None, 1e-5), own(x, None, None, 1e-5))
+
+
+def test_a_large_mean_costs_no_digits():
+    values = inputs((64, 3, 4, 4), torch.float32, offset=1e3)
+    exact = own(*(each.double() for each in values), 1e-5)
+    ours, torchs = (f(*values, 1e-5).double().sub(exact).norm().item() for f in (batch_norm, own))
+    assert ours < 2 * torchs
+
+
+def test_the_mode_leaves_running_statistics_and_evaluation_to_torch():
+    x, *_ = inputs((8, 3, 2, 2))
+    plain, usual = (nn.BatchNorm2d(3, dtype=torch.float64) for _ in range(2))
+    with PlainBatchNorm():
+        outputs = [plain(x), plain.eval()(x)]
+    torch.testing.assert_close(outputs, [usual(x), usual.eval()(x)])
+    torch.testing.assert_close(plain.state_dict(), usual.state_dict())
+
+
+def test_what_torch_refuses_is_refused():
+    with PlainBatchNorm(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        nn.BatchNorm1d(3)(torch.ones(1, 3))
