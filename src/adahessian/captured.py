@@ -36,7 +36,7 @@ class CapturedStep:
 
     Derivatives are compiled and, on a GPU, captured in CUDA graphs, so that neither Python nor launches cost anything.
     Learning-rate schedules, evaluation and checkpoints in between work as ever, since the update is an ordinary
-    ``optimizer.step()``. A batch of another shape runs uncaptured until that shape has come often. With the curvature
+    ``optimizer.step()``. A batch of another shape runs uncaptured unless that shape comes often. With the curvature
     on the whole batch, gradient and curvature come from one pass; on a part of it, from two that run side by side.
 
     Gradients are replaced, not added to, and hooks on parameters do not see them. To clip them before the update, do so

@@ -85,13 +85,24 @@ def test_the_first_kind_is_worth_it_at_once_and_others_when_they_have_come_ten_t
         assert kinds.key((of_size(5), "mean")) is None
         assert kinds.key((of_size(8), "mean")) == first
     assert said.messages == [
-        "a batch of another shape is not compiled for, nor captured, until that shape has come 10 times; pad or drop "
+        "a batch of another shape is not compiled for, nor captured, unless that shape comes often; pad or drop "
         "incomplete batches to have all of them alike"
     ]
     second = kinds.key((of_size(5), "mean"))
     assert second is not None
     assert second != first
     assert kinds.key((of_size(5), "mean")) == second
+
+
+@pytest.mark.parametrize(("batches", "from_epoch"), [(100, None), (20, 10)])
+def test_the_last_batch_of_a_long_epoch_is_never_worth_it_and_that_of_a_short_one_soon_is(batches, from_epoch):
+    kinds = Kinds()
+    worth_it = []
+    for _ in range(200):
+        for _ in range(batches - 1):
+            kinds.key(of_size(8))
+        worth_it.append(kinds.key(of_size(5)) is not None)
+    assert (worth_it.index(True) + 1 if True in worth_it else None) == from_epoch
 
 
 def test_no_more_than_eight_kinds_are_worth_it():
@@ -133,5 +144,5 @@ def test_what_is_to_be_captured_is_worth_it_at_once():
     kinds = Kinds()
     assert kinds.key(of_size(8)) is not None
     assert kinds.key(of_size(7)) is None
-    assert kinds.key(of_size(6), often=1) is not None
+    assert kinds.key(of_size(6), at_once=True) is not None
     assert kinds.key(of_size(6)) is not None

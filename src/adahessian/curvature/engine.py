@@ -103,7 +103,7 @@ class Engine:
         choice = self.choice(part)
         if not choice.is_compiled:
             return choice.compute
-        kind = self._kinds.key(part, often=1)
+        kind = self._kinds.key(part, at_once=True)
         if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
             return choice.compute
         return double_backward(self._problem)

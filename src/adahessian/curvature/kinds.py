@@ -8,9 +8,10 @@ from typing import Any
 from adahessian.curvature.batches import signature
 from adahessian.messages import say_once
 
-# The first kind is compiled at once, any other when it has come so often: the last batch of an epoch is not worth a
-# minute of compiling until there have been some epochs.
+# The first kind is compiled at once, any other when it has come so often and has been so large a share of all batches.
+# Compiling takes a minute, in which hundreds of batches go by uncompiled: the last one of a long epoch never repays it.
 _OFTEN = 10
+_ONE_IN = 50
 _MOST = 8
 # Kinds that are counted at all: where every batch is of another kind, none is worth it.
 _MOST_COUNTED = 1000
@@ -23,28 +24,31 @@ class Kinds:
         self._worth_it: set[Hashable] = set()
         self._refused: set[Hashable] = set()
         self._seen: dict[Hashable, int] = {}
+        self._batches = 0
 
-    def key(self, batch: Any, *, often: int = _OFTEN) -> Hashable | None:
+    def key(self, batch: Any, *, at_once: bool = False) -> Hashable | None:
         """The kind of a batch, if it is worth compiling for; None if it is not, or not yet.
 
         Args:
             batch: The batch.
-            often: How often a kind must have come, unless it is the first.
+            at_once: Whether any kind is worth it, not only one that comes often.
         """
         try:
             kind: Hashable = signature(batch)
         except TypeError as error:
             say_once(f"batches are not compiled for, as they hold what cannot be compared: {error}")
             return None
+        self._batches += 1
         if kind in self._worth_it:
             return kind
         if kind in self._refused or len(self._seen) >= _MOST_COUNTED:
             return None
-        self._seen[kind] = self._seen.get(kind, 0) + 1
-        if self._worth_it and (self._seen[kind] < often or len(self._worth_it) >= _MOST):
+        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
+        comes_often = seen >= _OFTEN and seen * _ONE_IN >= self._batches
+        if self._worth_it and not ((comes_often or at_once) and len(self._worth_it) < _MOST):
             say_once(
-                "a batch of another shape is not compiled for, nor captured, until that shape has come "
-                f"{often} times; pad or drop incomplete batches to have all of them alike"
+                "a batch of another shape is not compiled for, nor captured, unless that shape comes often; pad or "
+                "drop incomplete batches to have all of them alike"
             )
             return None
         self._worth_it.add(kind)

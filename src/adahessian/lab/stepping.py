@@ -96,7 +96,7 @@ class ReplayedStep:
     """The step of a first-order optimizer, its loss and gradients compiled and replayed as a CUDA graph.
 
     What :class:`adahessian.CapturedStep` is for AdaHessian, so that times can be compared. A batch of another shape
-    runs uncompiled until that shape has come often, and so does what cannot be captured.
+    runs uncompiled unless that shape comes often, and so does what cannot be captured.
 
     Args:
         model: What is trained, on one CUDA device.
