@@ -281,6 +281,13 @@ def test_products_by_both_ways_agree_for_resnet18(folder_dir, small):
     assert_products_agree(task, ResNet18(3, small_images=small, width=4))
 
 
+def test_the_first_logits_of_resnet20_are_close_together():
+    """Else some classes are all but certain, and have next to no curvature for the first step to divide by."""
+    torch.manual_seed(0)
+    logits = ResNet(20)(torch.randn(64, 3, 32, 32))
+    assert logits.std(1).max() < 1.5
+
+
 def test_products_by_both_ways_agree_for_resnet20(cifar10_dir):
     task = load("cifar10-resnet20", cifar10_dir, batch_size=4)
     torch.manual_seed(0)

@@ -107,6 +107,13 @@ def test_mean_and_deviation_are_those_of_the_seeds():
     assert column(table, "training loss") == {"SGD": "0.3333 ± 0.0000"}
 
 
+def test_the_best_epoch_is_shown_where_the_paper_counts_it():
+    run = make_run(accuracy=92.0)
+    run.epochs[2]["test_accuracy"] = 92.5
+    assert column(task_table(group_runs([run])), "best epoch") == {"SGD": "92.50"}
+    assert "best epoch" not in task_table(group_runs([make_run(task="image-folder-resnet18")])).headings
+
+
 def test_one_seed_has_no_deviation():
     table = task_table(group_runs([make_run()]))
     assert column(table, "test accuracy, %") == {"SGD": "92.00"}

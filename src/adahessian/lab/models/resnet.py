@@ -1,4 +1,9 @@
-"""ResNet20 and ResNet32 for images of 32 x 32, as He et al. (2016) made them for CIFAR-10."""
+"""ResNet20 and ResNet32 for images of 32 x 32, as He et al. (2016) made them for CIFAR-10.
+
+Weights begin as in AdaHessian's own experiments: convolutions by their outputs, the last layer as torch has it. With a
+larger last layer the first logits are far apart, some classes all but certain and the curvature next to nothing, and
+AdaHessian's first step, which divides by it, throws the loss up by a factor of ten.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +57,8 @@ class ResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(width_in, classes)
         for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(module.weight)
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
         """Images of shape (N, 3, H, W) to logits of shape (N, classes)."""

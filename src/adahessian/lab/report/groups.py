@@ -81,6 +81,13 @@ class Group:
         return Spread.of([run.final[metric] for run in self.finished if metric in run.final])
 
     @property
+    def best_epoch(self) -> Spread | None:
+        """The best that any epoch came to, over the runs that did not diverge."""
+        curve = self.experiment.curve
+        best = max if curve.higher_is_better else min
+        return Spread.of([best(epoch[curve.name] for epoch in run.epochs) for run in self.finished])
+
+    @property
     def train_loss(self) -> Spread | None:
         """Mean loss of the last epoch, over the runs that did not diverge."""
         return Spread.of([run.epochs[-1]["train_loss"] for run in self.finished])

@@ -20,10 +20,12 @@ def task_table(groups: Sequence[Group]) -> Table:
     """
     metric, others = groups[0].experiment.metric, groups[0].experiment.others
     several_conditions = differ_in_conditions(groups)
+    shows_best = groups[0].experiment.paper_is_best_epoch
     return Table(
         headings=[
             "optimizer",
             metric.title,
+            "best epoch",
             "paper",
             "seeds",
             *(other.title for other in others),
@@ -35,6 +37,7 @@ def task_table(groups: Sequence[Group]) -> Table:
             [
                 group_title(group, with_conditions=several_conditions),
                 shown_final(group, metric.name, metric.digits),
+                group.best_epoch.shown(metric.digits) if shows_best and group.best_epoch else "",
                 "" if group.changed else shown_paper(group.experiment.paper.get(group.optimizer), metric.digits),
                 shown_seeds(group),
                 *(shown_final(group, other.name, other.digits) for other in others),

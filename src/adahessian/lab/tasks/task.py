@@ -151,6 +151,9 @@ class Experiment(Generic[SettingsT]):
     paper: Mapping[OptimizerName, PaperNumber] = field(default_factory=dict)
     """The paper's results."""
 
+    paper_is_best_epoch: bool = False
+    """Whether these are of the epoch that was best on the test set, rather than of the final weights."""
+
     needs_no_data: bool = False
     """Whether the data comes with a package."""
 
