@@ -279,6 +279,27 @@ def test_in_float16_a_scaler_keeps_derivatives_from_vanishing_and_is_put_back(ma
         suggestion(None)
 
 
+@pytest.mark.parametrize("pending", ["scaled", "unscaled"])
+def test_a_step_that_a_scaler_has_begun_is_its_own(pending):
+    """The test knows nothing of it, and the step goes on where it was."""
+
+    model = MLP.model(torch.float32)
+    optimizer, scaler, batch = SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu"), MLP.batch(torch.float32)
+    scaler.scale(MLP.loss(model, batch)).backward()
+    states, scale = scaler._per_optimizer_states, scaler._scale
+    if pending == "unscaled":
+        scaler.unscale_(optimizer)
+    before = [param.grad.clone() for param in model.parameters()]
+    found = suggest_lr(optimizer, [batch], model=model, loss_fn=MLP.loss, scaler=scaler)
+    fresh = SGD(model.parameters(), 0.1)
+    assert found.losses == suggest_lr(fresh, [batch], model=model, loss_fn=MLP.loss).losses
+    assert scaler._per_optimizer_states is states
+    assert scaler._scale is scale
+    torch.testing.assert_close([param.grad for param in model.parameters()], before, rtol=0, atol=0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
 @pytest.mark.parametrize("own_generator", [False, True])
 def test_a_loader_goes_on_with_the_same_order(own_generator):
     model = MLP.model()

@@ -252,6 +252,8 @@ class _Graphs:
 
     def replay(self, batch: Any, due: bool) -> Tensor:
         """Gradient, and curvature if it is due, for a batch."""
+        if due:
+            self._engine.pass_by()
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors_of(batch), strict=True):
                 static.copy_(tensor, non_blocking=True)

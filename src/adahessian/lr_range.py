@@ -436,9 +436,14 @@ def _attributes_put_back(holder: object) -> Iterator[None]:
 
 @contextmanager
 def _scaler_put_back(scaler: GradScaler) -> Iterator[None]:
-    """Its scale, and what it remembers of a step that was not finished."""
-    attributes = copy.deepcopy(vars(scaler))
+    """Its scale. Of a step that was begun before, with other gradients, it is to know nothing meanwhile."""
+    attributes = dict(vars(scaler))
     try:
+        for name in ("_scale", "_growth_tracker"):
+            if isinstance(value := attributes.get(name), Tensor):
+                setattr(scaler, name, value.clone())
+        if (steps := attributes.get("_per_optimizer_states")) is not None:
+            scaler._per_optimizer_states = defaultdict(steps.default_factory)
         yield
     finally:
         vars(scaler).clear()

@@ -105,6 +105,22 @@ def test_the_last_batch_of_a_long_epoch_is_never_worth_it_and_that_of_a_short_on
     assert (worth_it.index(True) + 1 if True in worth_it else None) == from_epoch
 
 
+def test_after_a_change_of_all_batches_the_new_kind_does_not_wait_for_its_share_of_the_past():
+    kinds = Kinds()
+    for _ in range(10_000):
+        kinds.key(of_size(8))
+    assert [kinds.key(of_size(5)) is not None for _ in range(10)].index(True) == 9
+
+
+def test_batches_that_pass_by_count():
+    kinds = Kinds()
+    kinds.key(of_size(8))
+    for _ in range(200):
+        for _ in range(99):
+            kinds.pass_by()
+        assert kinds.key(of_size(5)) is None
+
+
 def test_no_more_than_eight_kinds_are_worth_it():
     kinds = Kinds()
     for size in range(1, 12):

@@ -141,27 +141,32 @@ def test_activations_that_overflow_along_a_probe_are_measured_again_with_a_small
     assert (found[torch.float16] - exact).norm() < 0.01 * exact.norm()
 
 
-def pretend_pass(overflows):
-    """A loss that is its batch, and a pass that knows when a gradient and a product overflow; the scales it saw."""
-    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10))
+def pretend_pass(overflows, scales_probes=True):
+    """A loss that is its batch, and a pass that knows when loss, gradient and products overflow; the scales it saw."""
+    loss = loss_scale.ScaledLoss(lambda model, batch: batch, scaler_of(2.0**10), scales_probes=scales_probes)
     scales = []
 
-    def measure(of_probe):
+    def measure():
         of_loss = float(loss(None, torch.ones(())))
-        scales.append((of_loss, of_probe))
-        of_gradient, of_product = overflows(*scales[-1])
-        gradient = torch.full((2,), torch.inf if of_gradient else 1.0)
-        product = torch.full((2,), torch.inf if of_product else of_loss * of_probe**2)
-        return Found(torch.ones(()), [gradient, None], [product, None])
+        scales.append((of_loss, loss.of_probe))
+        bad = overflows(*scales[-1])
+        value = of_loss * loss.of_probe**2
+        products = [torch.full((2,), torch.inf if each else value) for each in bad.get("products", [False])]
+        gradient = torch.full((2,), torch.inf if bad.get("gradient") else 1.0)
+        return Found(torch.tensor(torch.nan if bad.get("loss") else 1.0), [gradient, None], [*products, None])
 
-    return (lambda: loss.unscaled(measure, torch.device("cpu"), None).diagonal[0].tolist()), scales
+    def unscaled(**settings):
+        found = loss.unscaled(measure, torch.device("cpu"), None, **settings)
+        return [values[0].item() for values in found.diagonal if values is not None]
+
+    return unscaled, scales
 
 
 def test_the_scales_of_a_pass_back_off_and_grow_again(monkeypatch):
     monkeypatch.setattr(loss_scale, "_GROWTH_INTERVAL", 2)
-    measure, scales = pretend_pass(lambda of_loss, of_probe: (of_loss >= 2.0**8, of_probe >= 2.0**-2))
+    unscaled, scales = pretend_pass(lambda L, s: {"gradient": L >= 2.0**8, "products": [s >= 2.0**-2]})
     for _ in range(5):
-        assert measure() == [1.0, 1.0]
+        assert unscaled() == [1.0]
     assert scales == [
         (2.0**10, 1.0),
         (2.0**6, 1.0),  # the gradient is finite now
@@ -172,17 +177,89 @@ def test_the_scales_of_a_pass_back_off_and_grow_again(monkeypatch):
         (2.0**6, 2.0**-2),
         (2.0**6, 2.0**-6),
     ]
-    measure, scales = pretend_pass(lambda of_loss, of_probe: (of_loss >= 2.0**8, False))
+    unscaled, scales = pretend_pass(lambda L, s: {"gradient": L >= 2.0**8})
     for _ in range(3):
-        assert measure() == [1.0, 1.0]
+        assert unscaled() == [1.0]
     assert scales == [(2.0**10, 1.0), (2.0**6, 1.0), (2.0**6, 1.0), (2.0**7, 1.0)]
 
 
-@pytest.mark.parametrize("of_gradient", [True, False])
-def test_what_is_not_finite_at_any_scale_is_let_go_and_costs_no_range(of_gradient):
+def test_probes_grow_no_smaller_than_float16_can_tell_and_those_of_differences_not_at_all():
+    for scales_probes, of_probe in ((True, 2.0**-12), (False, 1.0)):
+        unscaled, scales = pretend_pass(lambda L, s: {"products": [L >= 2.0**4]}, scales_probes)
+        assert unscaled() == [1.0]
+        assert scales[-1] == (2.0**2, of_probe)
+
+
+def test_what_is_not_finite_at_any_scale_is_left_out_alone_and_costs_one_pass_from_then_on(said):
     is_bad = [True]
-    measure, scales = pretend_pass(lambda *_: (of_gradient and is_bad[0], is_bad[0]))
-    assert measure() == [torch.inf, torch.inf]
+    unscaled, scales = pretend_pass(lambda L, s: {"products": [is_bad[0], s >= 2.0**-3]})
+    assert unscaled() == [torch.inf, 1.0]
+    assert len(scales) == 10
+    assert said.messages == [
+        "second derivatives are not finite in float16 at any scale of the loss: those are left out"
+    ]
+    assert unscaled() == [torch.inf, 1.0]
+    assert scales[10:] == [(2.0**10, 2.0**-4)]
     is_bad[0] = False
-    assert measure() == [1.0, 1.0]
-    assert scales[-1] == scales[0]
+    assert unscaled() == [1.0, 1.0]
+
+
+def test_of_a_loss_that_is_not_finite_no_scale_is_to_blame():
+    unscaled, scales = pretend_pass(lambda L, s: {"loss": True, "gradient": True, "products": [True]})
+    assert unscaled() == [torch.inf]
+    assert unscaled() == [torch.inf]
+    assert scales == [(2.0**10, 1.0)] * 2
+
+
+def test_a_pass_that_does_not_count_is_not_made_again():
+    unscaled, scales = pretend_pass(lambda L, s: {"gradient": True, "products": [True]})
+    unscaled(counts=False)
+    assert len(scales) == 1
+
+
+def test_one_parameter_without_curvature_in_float16_leaves_that_of_the_others():
+    class Odd(nn.Module):
+        """A parameter whose second derivative at 0 is infinite."""
+
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+            self.odd = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            return self.body(x).float().square().mean() + self.odd.abs().pow(1.5).sum()
+
+    torch.manual_seed(0)
+    model = Odd()
+    batch = torch.randn(32, 6)
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        optimizer = AdaHessian(model.parameters())
+        caught = found[dtype] = {}
+        optimizer.feed_curvature = lambda diagonal, gradients, to=caught: to.update(diagonal)
+
+        def loss_fn(model, batch, dtype=dtype):
+            with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+                return model(batch)
+
+        Curvature(model, loss_fn, optimizer, scaler=scaler_of(2.0**16)).measure(batch)
+    for param in model.body.parameters():
+        exact = found[torch.float32][param]
+        assert (found[torch.float16][param] - exact).norm() < 0.02 * exact.norm()
+    assert not found[torch.float16][model.odd].isfinite().any()
+
+
+@pytest.mark.parametrize("product", ["auto", "forward_over_reverse"])
+def test_a_product_is_chosen_at_scales_at_which_nothing_overflows(quick_compiler, product):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean()
+
+    optimizer = AdaHessian(model.parameters())
+    curvature = Curvature(model, loss_fn, optimizer, scaler=scaler_of(2.0**24), compile=True, product=product)
+    for _ in range(2):
+        curvature.measure(torch.randn(32, 6))
+    assert curvature.engine.choice(None).is_compiled

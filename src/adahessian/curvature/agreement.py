@@ -43,7 +43,7 @@ def reference(problem: Problem, part: object) -> Reference | None:
     try:
         with problem.random_streams_untouched():
             before = _random_states(problem.model)
-            found = double_backward(problem)(part, problem.optimizer.draw_probes, False)
+            found = double_backward(problem)(part, problem.draw, False)
             is_random = before != _random_states(problem.model)
     except torch.OutOfMemoryError:
         say("the curvature is not compared with that by double backward, which does not fit into memory")
@@ -75,8 +75,8 @@ def agreement(
     if expected.is_random:
         with problem.random_streams_untouched(), _without_dropout(problem.model):
             before = _random_states(problem.model)
-            diagonal = double_backward(problem)(part, problem.optimizer.draw_probes, False).diagonal
-            found = way(part, problem.optimizer.draw_probes, False)
+            diagonal = double_backward(problem)(part, problem.draw, False).diagonal
+            found = way(part, problem.draw, False)
             if before != _random_states(problem.model):
                 return "not compared with double backward, as the loss is random even without dropout"
     overall, worst = errors(found.diagonal, diagonal)
@@ -91,11 +91,18 @@ def agreement(
 
 
 def errors(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> tuple[float, float]:
-    """The relative error of all parameters together, and the largest of a single one."""
+    """The relative error of all parameters together, and the largest of a single one.
+
+    Raises:
+        UnfitError: If nothing that is expected is finite.
+    """
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None and b.numel()]
+    finite = [(a, b) for a, b in pairs if b.isfinite().all()]
+    if pairs and not finite:
+        raise UnfitError("the second derivatives are not finite, so that none can be compared with double backward")
     squares = [
         ((a.double() - b.double()).square().sum().item(), b.double().square().sum().item(), b.numel())
-        for a, b in zip(found, expected, strict=True)
-        if a is not None and b is not None and b.numel()
+        for a, b in finite
     ]
     total = sum(square for _, square, _ in squares)
     elements = sum(count for _, _, count in squares)

@@ -40,22 +40,23 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training:
+    if not training or not input.numel():
         return _TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
     # For what it checks, and does to the running statistics; the compiler leaves out the rest.
-    _TORCHS_OWN(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+    fixed_weight, fixed_bias = (each if each is None else each.detach() for each in (weight, bias))
+    _TORCHS_OWN(input.detach(), running_mean, running_var, fixed_weight, fixed_bias, training, momentum, eps)
     return batch_norm(input, weight, bias, eps)
 
 
 def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     r"""Batch norm with the statistics of the batch.
 
-    With :math:`s` the mean of the batch, taken for a constant, both statistics are exact, and so are all of their
-    derivatives, since none depends on :math:`s`. But each sum that a derivative asks for can be taken at once:
+    With :math:`s` the mean of the batch, as rounded, and taken for a constant, none of the following depends on it, nor
+    do any derivatives. But each sum that a derivative asks for can be taken at once:
 
     .. math::
-        \mu = \overline{x}, \quad \sigma^2 = \overline{(x - s)^2} - (\mu - s)^2, \quad
-        a = \frac{w}{\sqrt{\sigma^2 + \epsilon}}, \quad y = a (x - s) + b - a (\mu - s)
+        d = \overline{x - s}, \quad \sigma^2 = \overline{(x - s)^2} - d^2, \quad
+        a = \frac{w}{\sqrt{\sigma^2 + \epsilon}}, \quad y = a (x - s) + b - a d
 
     Args:
         x: Activations of shape (batch, channels, ...).
@@ -66,10 +67,8 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     channels = (1, -1, *(1,) * (x.dim() - 2))
     over = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = wide.mean(over)
-    centre = mean.detach()
-    centred = wide - centre.view(channels)
-    off_centre = mean - centre
+    centred = wide - wide.detach().mean(over).view(channels)
+    off_centre = centred.mean(over)
     scale = (centred.square().mean(over) - off_centre.square() + eps).rsqrt()
     if weight is not None:
         scale = scale * weight

@@ -118,7 +118,7 @@ class Engine:
                     self._problem.random_streams_untouched(),
                     transforms_closed(),
                 ):
-                    choice.compute(part, self._problem.optimizer.draw_probes, False)
+                    choice.compute(part, self._problem.draw, False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stumbles over
@@ -132,20 +132,24 @@ class Engine:
         self._compiled_for.discard(kind)
         self._kinds.refuse(kind)
 
-    def measure(self, part: Any, scale: float = 1.0) -> Found:
-        """Measure on a part of a batch. Nothing is changed.
-
-        Args:
-            part: What ``loss_fn`` takes.
-            scale: What probes are multiplied by. The diagonal is too large by its square.
-        """
-
-        def draw(probe: int) -> list[Tensor]:
-            drawn = self._problem.optimizer.draw_probes(probe)
-            return drawn if scale == 1 else [scale * sign for sign in drawn]
-
+    def measure(self, part: Any) -> Found:
+        """Measure on a part of a batch. Nothing is changed."""
         with self._problem.random_streams_untouched():
-            return self.compute(part, draw, keep_buffers=False)
+            return self.compute(part, self._problem.draw, keep_buffers=False)
+
+    def measure_plainly(self, part: Any) -> Found:
+        """The same by double backward, without choosing anything."""
+        with self._problem.random_streams_untouched():
+            return double_backward(self._problem)(part, self._problem.draw, False)
+
+    @property
+    def chooses_by_comparison(self) -> bool:
+        """Whether the choice is still to be made, between exact products."""
+        return self._choice is None and self.product != "finite_difference"
+
+    def pass_by(self) -> None:
+        """Take note of a measurement that was made without asking, of a batch of a kind that is compiled for."""
+        self._kinds.pass_by()
 
     def wants_compiled(self) -> tuple[bool, str]:
         """Whether to compile, and why not."""
@@ -213,19 +217,19 @@ class Engine:
         function = compile_derivatives(
             problem.functional(), product, tangent_dtype=self._tangent_dtype, channels_last=channels_last
         )
-        way = functional(problem, function, compiled=True)
+        way = functional(problem, function, compiled=True, plain_batch_norm=True)
         try:
             with (
                 compiling(f"the curvature pass ({_in_words(product)})"),
                 problem.random_streams_untouched(),
                 transforms_closed(),
             ):
-                found = way(part, problem.optimizer.draw_probes, False)
+                found = way(part, problem.draw, False)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler stumbles over
             raise UnfitError(first_line(error)) from error
-        plain = functional(problem, uncompiled(problem, product), compiled=False)
+        plain = functional(problem, uncompiled(problem, product), compiled=False, plain_batch_norm=True)
         words = agreement(problem, part, found, plain, expected, rounded=self._tangent_dtype is not None, compiled=True)
         return Choice(f"compiled {_in_words(product)}, {words}", way, is_compiled=True)
 
@@ -234,7 +238,7 @@ class Engine:
         rounded = self.product == "finite_difference"
         try:
             with self._problem.random_streams_untouched(), explained():
-                found = way(part, self._problem.optimizer.draw_probes, False)
+                found = way(part, self._problem.draw, False)
         except CurvatureError as error:
             if rounded:
                 raise

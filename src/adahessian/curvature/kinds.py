@@ -8,7 +8,7 @@ from typing import Any
 from adahessian.curvature.batches import signature
 from adahessian.messages import say_once
 
-# The first kind is compiled at once, any other when it has come so often and has been so large a share of all batches.
+# The first kind is compiled at once, any other when it has come so often, and in so many batches since it first came.
 # Compiling takes a minute, in which hundreds of batches go by uncompiled: the last one of a long epoch never repays it.
 _OFTEN = 10
 _ONE_IN = 50
@@ -24,6 +24,7 @@ class Kinds:
         self._worth_it: set[Hashable] = set()
         self._refused: set[Hashable] = set()
         self._seen: dict[Hashable, int] = {}
+        self._before: dict[Hashable, int] = {}
         self._batches = 0
 
     def key(self, batch: Any, *, at_once: bool = False) -> Hashable | None:
@@ -44,7 +45,8 @@ class Kinds:
         if kind in self._refused or len(self._seen) >= _MOST_COUNTED:
             return None
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        comes_often = seen >= _OFTEN and seen * _ONE_IN >= self._batches
+        since = self._batches - self._before.setdefault(kind, self._batches - 1)
+        comes_often = seen >= _OFTEN and seen * _ONE_IN >= since
         if self._worth_it and not ((comes_often or at_once) and len(self._worth_it) < _MOST):
             say_once(
                 "a batch of another shape is not compiled for, nor captured, unless that shape comes often; pad or "
@@ -53,6 +55,10 @@ class Kinds:
             return None
         self._worth_it.add(kind)
         return kind
+
+    def pass_by(self) -> None:
+        """Count a batch of a kind that is worth it, without its being asked for."""
+        self._batches += 1
 
     def refuse(self, kind: Hashable) -> None:
         """Do without the compiler for this kind from now on."""

@@ -102,8 +102,13 @@ class Curvature(CurvaturePass[Model]):
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, but got a {type(scaler).__name__}")
         self.loss_fn = loss_fn
         self.scaler = scaler
-        self._scaled_loss = ScaledLoss(loss_fn, scaler)
-        self._problem = Problem(self.model, self._scaled_loss if scaler is not None else loss_fn, self.optimizer)
+        self._scaled_loss = ScaledLoss(loss_fn, scaler, scales_probes=product != "finite_difference")
+        self._problem = Problem(
+            self.model,
+            self._scaled_loss if scaler is not None else loss_fn,
+            self.optimizer,
+            probe_scale=lambda: self._scaled_loss.of_probe,
+        )
         self._engine = Engine(self._problem, product=product, compile=compile, tangent_dtype=tangent_dtype)
 
     @property
@@ -116,5 +121,10 @@ class Curvature(CurvaturePass[Model]):
             raise ValueError("SyncBatchNorm makes one objective of all ranks, in which they cannot be weighted apart")
         device = next(self.model.parameters()).device
         with self._problem.gathered(), past_wrappers(self.model):
-            found = self._scaled_loss.unscaled(partial(self._engine.measure, part), device, self.ranks)
+            # A product is chosen by comparison, which asks for scales at which nothing overflows: these come first.
+            chooses = self._scaled_loss.is_scaled and self._engine.chooses_by_comparison
+            measure = self._engine.measure_plainly if chooses else self._engine.measure
+            found = self._scaled_loss.unscaled(partial(measure, part), device, self.ranks, counts=weight != 0)
+            if chooses:
+                self._engine.choice(part)
         self.feed(found.diagonal, found.gradients, weight=weight)

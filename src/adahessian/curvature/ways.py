@@ -56,6 +56,8 @@ class Problem:
     model: nn.Module
     loss_fn: Callable[..., Tensor]
     optimizer: AdaHessian | DenseAndSparse
+    # What probes are multiplied by. The diagonal is too large by its square.
+    probe_scale: Callable[[], float] = lambda: 1.0
     # The whole of each parameter that is spread over ranks, as long as every rank has it.
     wholes: dict[Tensor, Tensor] = field(default_factory=dict)
 
@@ -73,6 +75,11 @@ class Problem:
     def parameters(self) -> list[Tensor]:
         """What to differentiate by."""
         return [self.wholes.get(param, param) for param in self.optimizer.measured_parameters()]
+
+    def draw(self, probe: int) -> list[Tensor]:
+        """A probe of the measurement that is due."""
+        drawn, scale = self.optimizer.draw_probes(probe), self.probe_scale()
+        return drawn if scale == 1 else [scale * sign for sign in drawn]
 
     def functional(self) -> FunctionalLoss:
         """The loss as a function of the parameters."""
@@ -152,8 +159,15 @@ class Unused:
         return frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
 
 
-def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
-    """By a function of the parameters, a pass for each probe."""
+def functional(problem: Problem, function: Compiled, *, compiled: bool, plain_batch_norm: bool = False) -> Way:
+    """By a function of the parameters, a pass for each probe.
+
+    Args:
+        problem: The loss.
+        function: Its derivatives.
+        compiled: Whether these are compiled.
+        plain_batch_norm: Whether batch norm is computed by :mod:`adahessian.curvature.batch_norm`.
+    """
     unused_in = Unused(problem)
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -166,7 +180,7 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool) -> Way:
             torch.no_grad(),
             twice_differentiable(problem.model, compiled=compiled),
             plain_attention(),
-            PlainBatchNorm() if compiled else nullcontext(),
+            PlainBatchNorm() if plain_batch_norm else nullcontext(),
         ):
             others = []
             for probe in range(1, probes):
