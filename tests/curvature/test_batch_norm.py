@@ -18,6 +18,10 @@ def inputs(shape, dtype=torch.float64, offset=3.0, seed=0):
     return x.to(dtype) * 2 + offset, weight.to(dtype), bias.to(dtype)
 
 
+def plain(x, weight, bias, eps):
+    return batch_norm(x, weight, bias, eps)[0]
+
+
 def own(x, weight, bias, eps):
     return nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
 
@@ -32,30 +36,32 @@ def curvature(function, values):
 @pytest.mark.parametrize("shape", [(8, 3), (4, 3, 5), (4, 3, 5, 2)])
 def test_values_and_both_derivatives_are_those_of_torch(shape):
     values = inputs(shape)
-    torch.testing.assert_close(batch_norm(*values, 1e-3), own(*values, 1e-3))
-    torch.testing.assert_close(curvature(batch_norm, values), curvature(own, values))
+    torch.testing.assert_close(plain(*values, 1e-3), own(*values, 1e-3))
+    torch.testing.assert_close(curvature(plain, values), curvature(own, values))
 
 
 def test_without_scale_and_shift():
     x, *_ = inputs((8, 3))
-    torch.testing.assert_close(batch_norm(x, None, None, 1e-5), own(x, None, None, 1e-5))
+    torch.testing.assert_close(plain(x, None, None, 1e-5), own(x, None, None, 1e-5))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_large_mean_costs_no_digits(seed):
     values = inputs((64, 3, 4, 4), torch.float32, offset=1e3, seed=seed)
     exact = own(*(each.double() for each in values), 1e-5)
-    ours, torchs = (f(*values, 1e-5).double().sub(exact).norm().item() for f in (batch_norm, own))
+    ours, torchs = (f(*values, 1e-5).double().sub(exact).norm().item() for f in (plain, own))
     assert ours < 1.1 * torchs
 
 
-def test_the_mode_leaves_running_statistics_and_evaluation_to_torch():
-    x, *_ = inputs((8, 3, 2, 2))
-    plain, usual = (nn.BatchNorm2d(3, dtype=torch.float64) for _ in range(2))
-    with PlainBatchNorm():
-        outputs = [plain(x), plain.eval()(x)]
-    torch.testing.assert_close(outputs, [usual(x), usual.eval()(x)])
-    torch.testing.assert_close(plain.state_dict(), usual.state_dict())
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.3}, {"momentum": None}, {"track_running_stats": False}])
+def test_running_statistics_and_evaluation_are_those_of_torch(settings):
+    plain, usual = (nn.BatchNorm2d(3, dtype=torch.float64, **settings) for _ in range(2))
+    for seed in range(3):
+        x, *_ = inputs((8, 3, 2, 2), seed=seed)
+        with PlainBatchNorm():
+            outputs = [plain.train()(x), plain.eval()(x)]
+        torch.testing.assert_close(outputs, [usual.train()(x), usual.eval()(x)])
+        torch.testing.assert_close(plain.state_dict(), usual.state_dict())
 
 
 def test_what_torch_refuses_is_refused():
@@ -79,7 +85,7 @@ def test_a_weight_that_does_not_fit_is_refused():
 def test_the_compiled_pass_computes_by_it_and_is_compared_with_it(quick_compiler, monkeypatch, said, dropout):
     """If it were wrong, the comparison with double backward would tell."""
     for factor, is_compiled in ((1.0, True), (1.3, False)):
-        monkeypatch.setattr(module, "batch_norm", lambda *args, by=factor: by * batch_norm(*args))
+        monkeypatch.setattr(module, "batch_norm", lambda *args, by=factor: (by * plain(*args), *batch_norm(*args)[1:]))
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2))
         curvature = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters()), compile=True)
         assert curvature.engine.choice(torch.randn(16, 4)).is_compiled is is_compiled, said.messages

@@ -40,16 +40,24 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training or not input.numel():
+    channels = input.shape[1] if input.dim() > 1 else 0
+    values = input.numel() // channels if channels else 0
+    fits = all(each is None or each.shape == (channels,) for each in (running_mean, running_var, weight, bias))
+    if not training or values < 2 or not fits:
+        # What it refuses, it refuses in its own words.
         return _TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    # For what it checks, and does to the running statistics; the compiler leaves out the rest.
-    fixed_weight, fixed_bias = (each if each is None else each.detach() for each in (weight, bias))
-    _TORCHS_OWN(input.detach(), running_mean, running_var, fixed_weight, fixed_bias, training, momentum, eps)
-    return batch_norm(input, weight, bias, eps)
+    output, mean, variance = batch_norm(input, weight, bias, eps)
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            # Of the batch the variance is the mean square, of what runs along the estimate from a sample.
+            running_var.lerp_((variance * (values / (values - 1))).to(running_var.dtype), momentum)
+    return output
 
 
-def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    r"""Batch norm with the statistics of the batch.
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Batch norm with the statistics of the batch, and these: mean and variance, as constants.
 
     With :math:`s` the mean of the batch, as rounded, and taken for a constant, none of the following depends on it, nor
     do any derivatives. But each sum that a derivative asks for can be taken at once:
@@ -67,12 +75,15 @@ def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     channels = (1, -1, *(1,) * (x.dim() - 2))
     over = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.detach().mean(over).view(channels)
+    centre = wide.detach().mean(over)
+    centred = wide - centre.view(channels)
     off_centre = centred.mean(over)
-    scale = (centred.square().mean(over) - off_centre.square() + eps).rsqrt()
+    variance = centred.square().mean(over) - off_centre.square()
+    scale = (variance + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
     shift = -off_centre * scale
     if bias is not None:
         shift = shift + bias
-    return (centred * scale.view(channels) + shift.view(channels)).to(x.dtype)
+    output = (centred * scale.view(channels) + shift.view(channels)).to(x.dtype)
+    return output, centre + off_centre.detach(), variance.detach()
