@@ -258,7 +258,7 @@ def test_training_goes_on_as_if_nothing_had_been():
 def test_in_float16_a_scaler_keeps_derivatives_from_vanishing_and_is_put_back(make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-    batches = list(torch.randn(40, 32, 6))
+    batches = list(torch.randn(5, 32, 6))  # a step that changes nothing shows in the next round
 
     def loss_fn(model, batch):
         with torch.autocast("cpu", torch.float16):
@@ -271,10 +271,12 @@ def test_in_float16_a_scaler_keeps_derivatives_from_vanishing_and_is_put_back(ma
             return suggest_lr(curvature, batches, highest=1e3)
         return suggest_lr(optimizer, batches, model=model, loss_fn=loss_fn, scaler=scaler, highest=1e9)
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=100)
     found = suggestion(scaler)
     assert min(found.smoothed) < 0.5 * found.losses[0]
-    assert (scaler.get_scale(), scaler._get_growth_tracker(), dict(scaler._per_optimizer_states)) == (2.0**40, 0, {})
+    if isinstance(make(model), AdaHessian):  # SGD's first steps are too small to be seen
+        assert len(set(found.losses[:10])) == 10, "no step was skipped"
+    assert (scaler.get_scale(), scaler._get_growth_tracker(), dict(scaler._per_optimizer_states)) == (2.0**60, 0, {})
     with pytest.raises(RuntimeError, match="by more than chance"):
         suggestion(None)
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 _SHARE_OF_LR, _SHARE_OF_FALL = 0.5, 0.9
 
 _FEWEST_STEPS = 20
+# Steps that a scaler may skip before the test begins; each halves its scale.
+_MOST_SKIPPED = 64
 # Losses at the start, where the learning rate changes next to nothing yet, tell how high the loss is and how noisy.
 _LOSSES_AT_START = 10
 # How many of the newest losses, in the mean, tell whether they have risen.
@@ -180,7 +182,11 @@ def suggest_lr(
     losses: list[float] = []
     with _all_put_back(trainee, batches):
         set_lr = _setter_of_lr(trainee.optimizer)
-        for lr, batch in zip(lrs, _enough(batches, steps), strict=True):
+        batches_enough = _enough(batches, steps)
+        first = next(batches_enough)
+        set_lr(0.0)
+        trainee.settle_scale(first)
+        for lr, batch in zip(lrs, chain([first], batches_enough), strict=True):
             set_lr(lr)
             losses.append(trainee.step(batch))
             if _has_diverged(losses):
@@ -218,6 +224,14 @@ class _Trainee:
             )
         scaler = scaler or getattr(curvature, "scaler", None) or GradScaler(enabled=False)
         return cls(model, loss_fn, optimizer, curvature, scaler)
+
+    def settle_scale(self, batch: Any) -> None:
+        """Bring a scaler to a scale at which gradients are finite: steps that it skips would say nothing."""
+        for _ in range(_MOST_SKIPPED if self.scaler.is_enabled() else 0):
+            before = self.scaler.get_scale()
+            self.step(batch)
+            if self.scaler.get_scale() >= before:
+                return
 
     def step(self, batch: Any) -> float:
         """Take one step, as in training, unless the loss is not finite; returns the loss before it."""

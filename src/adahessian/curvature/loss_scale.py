@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A scale at which something overflows is divided by 16, so often at most.
 _BACK_OFF = 16.0
-_MOST_TRIES = 10
+_MOST_TRIES = 16
 # Probes of a smaller scale than this lose digits in float16, and below 2^-24 vanish.
 _SMALLEST_PROBE = 2.0**-12
 # After so many measurements without an overflow one of the two scales is doubled.
@@ -104,7 +104,7 @@ class ScaledLoss:
                 self._shrink(of_gradients=of_gradients > 0)
         else:
             self._nothing_helps = True
-            say_once("second derivatives are not finite in float16 at any scale of the loss: those are left out")
+            say_once("some second derivatives are finite in float16 at none of the scales that were tried: left out")
         assert best is not None
         if self._nothing_helps:
             self._of_loss, self.of_probe = best.of_loss, best.of_probe

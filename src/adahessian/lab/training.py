@@ -210,7 +210,8 @@ class _Run:
 
     def _train_epoch(self, stop_asked: Callable[[], bool]) -> None:
         self.model.train()
-        started = looked = saved = time.perf_counter()
+        began = started = looked = saved = time.perf_counter()
+        before = self.steps_in_session
         for batch in self.task.batches(self.epochs_done, self.steps_in_epoch):
             loss = self.step(batch)
             self.schedule.step()
@@ -233,6 +234,9 @@ class _Run:
                     started = saved = time.perf_counter()
                 if stop:
                     where = f"in epoch {self.epochs_done + 1} of {self.settings.epochs}, after step {self.steps_done:,}"
+                    mean_loss = self.loss_sum.item() / self.steps_in_epoch
+                    milliseconds = 1e3 * (now - began) / (self.steps_in_session - before)
+                    where += f": mean loss {mean_loss:.4f}, {milliseconds:.1f} ms a step"
                     raise StoppedError(where, as_planned=enough)
         self._wait()
         self.seconds += time.perf_counter() - started

@@ -286,6 +286,8 @@ def _cifar10_experiment(depth: int, paper: dict[OptimizerName, PaperNumber]) -> 
         notes=(
             "The learning rate falls after epochs 80 and 120, as the paper says. The authors' script decays one epoch "
             "earlier, since it steps its schedule before the epoch.",
+            "There is no warm-up, as in the paper: in the first steps AdaHessian's loss rises above its start, and "
+            "falls below it again within the first epoch.",
             "The authors' script reports the best test accuracy of all epochs. Ours is that of the last; the best is "
             "in a column of its own.",
             "Shortcuts that widen pad with zeros, as in He et al. The authors' have a convolution there.",

@@ -187,6 +187,8 @@ def _defaults(common: LanguageSettings, *, adahessian_lr: float) -> Mapping[Opti
 
 
 _NOTES = (
+    "The training perplexity is that of the tested weights on the training text. The training loss has dropout and "
+    "label smoothing in it.",
     "The paper gives 4000 warm-up steps and not what follows: here the inverse square root, for every optimizer.",
     "The paper gives no learning rate for SGD, nor any setting of Adam, Adagrad and RMSprop: theirs are ours. SGD's, "
     "with gradients clipped, was the best of 0.5, 2 and 5 in 400 steps of a small version; no other was searched.",
