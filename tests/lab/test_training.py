@@ -135,6 +135,29 @@ def test_an_earlier_run_is_not_touched_unless_asked(tmp_path, undisturbed):
     assert result_of(undisturbed) == before
 
 
+def test_overwriting_loses_nothing_to_a_run_that_cannot_begin(tmp_path):
+    earlier = [
+        tmp_path / "ptb-tensorized" / "adahessian_seed-1.json",
+        tmp_path / "ptb-tensorized" / "adahessian_seed-1" / "checkpoint.pt",
+    ]
+    for path in earlier:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("earlier")
+    arguments = ("ptb-tensorized", "--output", str(tmp_path), "--overwrite", "--data-dir", str(tmp_path / "nowhere"))
+    assert "nowhere" in refused(*arguments)
+    assert "--device" in refused(*arguments, "--device", "nothing")
+    assert [path.read_text() for path in earlier] == ["earlier"] * 2
+
+
+def test_overwriting_begins_anew(tmp_path, undisturbed):
+    arguments = ["train", "digits", *SHORT, "--output", str(tmp_path)]
+    main([*arguments, "--stop-after-steps", "3"])
+    main([*arguments, "--overwrite"])
+    assert len(result_of(tmp_path)["provenance"]) == 1
+    main([*arguments, "--overwrite", "--stop-after-steps", "3"])
+    assert not list(tmp_path.rglob("*_seed-*.json")), "the earlier result is gone"
+
+
 def test_another_runs_checkpoint_is_refused(tmp_path):
     arguments = ["digits", *SHORT, "--output", str(tmp_path), "--name", "mine"]
     main(["train", *arguments, "--stop-after-epochs", "1"])

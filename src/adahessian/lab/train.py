@@ -127,8 +127,8 @@ def run_one(
         SystemExit: If it cannot be, with the reason; or if it was interrupted.
     """
     files = RunFiles(output=session.output, task=experiment.name, name=name, seed=seed)
-    _make_way(files, session)
     device = _device(session.device)
+    _refuse_to_overwrite(files, session)
     plan = Plan(
         experiment=experiment,
         optimizer=optimizer,
@@ -144,8 +144,9 @@ def run_one(
         checkpoint_minutes=session.checkpoint_minutes,
         stop_after_epochs=session.stop_after_epochs,
         stop_after_steps=session.stop_after_steps,
+        overwrite=session.overwrite,
     )
-    if files.result.exists():
+    if files.result.exists() and not session.overwrite:
         _pass_over(plan, console)
         return
     if session.resume and not files.checkpoint.exists():
@@ -197,12 +198,9 @@ def _in_words(error: OSError) -> str:
     return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
 
 
-def _make_way(files: RunFiles, session: Session) -> None:
+def _refuse_to_overwrite(files: RunFiles, session: Session) -> None:
     """Refuse to touch an earlier run of that name, unless it was said what to do with it."""
-    if session.overwrite:
-        files.result.unlink(missing_ok=True)
-        files.checkpoint.unlink(missing_ok=True)
-    if session.resume:
+    if session.resume or session.overwrite:
         return
     elsewhere = "--overwrite begins anew, and --name or --output put the new run elsewhere"
     if files.result.exists():

@@ -65,6 +65,9 @@ class Plan:
     stop_after_steps: int | None = None
     """The same after so many steps."""
 
+    overwrite: bool = False
+    """Whether the run begins anew, whatever there is of it."""
+
     def identity(self, processes: int) -> dict[str, Any]:
         """What makes the run this one and no other."""
         return identity(
@@ -170,7 +173,12 @@ class _Run:
         self.shared = plan.shared
         self.history = [provenance(seed=plan.seed)]
         self.diverged = False
-        if plan.files.checkpoint.exists():
+        if plan.overwrite:
+            # Not before all is loaded: an earlier run is worth more than one that cannot begin.
+            if self.writes:
+                plan.files.result.unlink(missing_ok=True)
+                plan.files.checkpoint.unlink(missing_ok=True)
+        elif plan.files.checkpoint.exists():
             self._resume()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
