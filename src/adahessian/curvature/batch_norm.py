@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-_TORCHS_OWN = F.batch_norm
+_TORCHS_OWN = functional.batch_norm
 
 
 class PlainBatchNorm(TorchFunctionMode):

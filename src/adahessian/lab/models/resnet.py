@@ -2,7 +2,7 @@
 
 Weights begin as in AdaHessian's own experiments: convolutions by their outputs, the last layer as torch has it. With a
 larger last layer the first logits are far apart, some classes all but certain and the curvature next to nothing, and
-AdaHessian's first step, which divides by it, throws the loss up by a factor of ten.
+AdaHessian's first step, which divides by it, throws the loss far up.
 """
 
 from __future__ import annotations
