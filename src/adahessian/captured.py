@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,15 @@ from adahessian.sharding import mesh_of
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
 
+# Two passes side by side take the memory of both: worth it as long as that of the second is small, in bytes.
+_SMALL = 2**30
+
 _NOT_CAPTURED = "nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device"
 
 Result = TypeVar("Result")
+
+# What torch knows a pool of memory by. Its own name for the type is not the same in all versions.
+Memory: TypeAlias = Any
 
 
 class CapturedStep:
@@ -37,7 +43,8 @@ class CapturedStep:
     Derivatives are compiled and, on a GPU, captured in CUDA graphs, so that neither Python nor launches cost anything.
     Learning-rate schedules, evaluation and checkpoints in between work as ever, since the update is an ordinary
     ``optimizer.step()``. A batch of another shape runs uncaptured unless that shape comes often. With the curvature
-    on the whole batch, gradient and curvature come from one pass; on a part of it, from two that run side by side.
+    on the whole batch, gradient and curvature come from one pass; on a part of it, from two. These run side by side if
+    the second takes little memory, else one after the other in the same memory.
 
     Gradients are replaced, not added to, and hooks on parameters do not see them. To clip them before the update, do so
     in a hook of the optimizer, ``optimizer.register_step_pre_hook``. Those left in ``param.grad`` are overwritten by
@@ -94,6 +101,7 @@ class CapturedStep:
         self._loss: Callable[[Any], Tensor] | None = None
         self._kinds = Kinds()
         self._graphs: dict[Hashable, _Graphs | None] = {}
+        self._memory: Memory | None = None
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
         self._fast_on: dict[torch.device | None, bool] = {}
@@ -149,7 +157,9 @@ class CapturedStep:
             return None
         with torch.cuda.device(self._device):
             if key not in self._graphs:
-                self._graphs[key] = _Graphs(self, batch)
+                # No two graphs run at a time, unless one has memory of its own: the largest one's serves them all.
+                self._memory = self._memory or torch.cuda.graph_pool_handle()
+                self._graphs[key] = _Graphs(self, batch, self._memory)
             graphs = self._graphs[key]
             if graphs is None:
                 return None
@@ -215,6 +225,7 @@ class CapturedStep:
         addresses = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if addresses != self._addresses:
             self._graphs.clear()
+            self._memory = None
             self._addresses = addresses
             self._device = _only_device(self._model)
         if self._device is None or any(tensor.device != self._device for tensor in tensors_of(batch)):
@@ -235,10 +246,12 @@ class _Graphs:
     Args:
         step: The step they belong to.
         batch: A batch of the kind.
+        memory: What all graphs of the step share. What one leaves there lasts until the next one runs.
     """
 
-    def __init__(self, step: CapturedStep, batch: Any) -> None:
+    def __init__(self, step: CapturedStep, batch: Any, memory: Memory) -> None:
         self._step = step
+        self._memory = memory
         self._curvature = step.curvature
         self._model = step.curvature.model
         self._engine = step.curvature.engine
@@ -263,27 +276,37 @@ class _Graphs:
             self._step.leave(found.gradients)
             return found.loss.clone()
         if due:
+            # The larger graph first: the memory of the other is found within its own.
+            self._gradient_graph()
             part = slice_batch(self._batch, self._curvature.batch_fraction, self._curvature.batch_dim)
             graph = self._curvature_graph(part, keep_buffers=False)
+            if self._beside is None:
+                with random_streams_untouched(devices_of(self._model)):
+                    found = graph.replay()
+                # At once: the gradient's graph may write where this one has left it.
+                self._curvature.feed(found.diagonal, found.gradients)
+                return self._replay_gradient()
             here = torch.cuda.current_stream()
-            there = self._beside or here
-            there.wait_stream(here)
-            with random_streams_untouched(devices_of(self._model)), torch.cuda.stream(there):
+            self._beside.wait_stream(here)
+            with torch.cuda.stream(self._beside):
                 found = graph.replay()
             try:
                 loss = self._replay_gradient()
             finally:
-                here.wait_stream(there)
+                here.wait_stream(self._beside)
             self._curvature.feed(found.diagonal, found.gradients)
             return loss
         return self._replay_gradient()
 
     def _replay_gradient(self) -> Tensor:
-        if self._gradient is None:
-            self._gradient = Graph(lambda: self._step.gradient(self._batch), self._model)
-        loss, gradients = self._gradient.replay()
+        loss, gradients = self._gradient_graph().replay()
         self._step.leave(gradients)
         return loss.clone()
+
+    def _gradient_graph(self) -> Graph[tuple[Tensor, list[Tensor | None]]]:
+        if self._gradient is None:
+            self._gradient = Graph(lambda: self._step.gradient(self._batch), self._model, self._memory)
+        return self._gradient
 
     def _curvature_graph(self, part: Any, *, keep_buffers: bool) -> Graph[Found]:
         """The graph of the curvature pass, with the probes of this measurement in place."""
@@ -293,10 +316,18 @@ class _Graphs:
             # The choice is made, and compiled, outside of any capture.
             with _weights_cast_anew():
                 compute = self._engine.way(part)
-            self._found = Graph(lambda: compute(part, self._probes.__getitem__, keep_buffers), self._model)
-            if not self._found.is_random and _buffers_are_only_written(self._model):
+
+            def found() -> Found:
+                return compute(part, self._probes.__getitem__, keep_buffers)
+
+            if not self._step.joins and _buffers_are_only_written(self._model):
                 # On a part of the batch kernels are many and short, and leave room for those of the gradient.
-                self._beside = torch.cuda.Stream()
+                graph = Graph(found, self._model)
+                if not graph.is_random and graph.reserved_bytes() <= _SMALL:
+                    self._found, self._beside = graph, torch.cuda.Stream()
+                del graph
+            if self._found is None:
+                self._found = Graph(found, self._model, self._memory)
         else:
             for probe in probes:
                 self._optimizer.draw_probes(probe, out=self._probes[probe])
@@ -309,9 +340,10 @@ class Graph(Generic[Result]):
     Args:
         function: What to capture.
         model: The model whose buffers and random streams the rehearsals are not to change.
+        memory: Memory that it shares with graphs which do not run meanwhile; None is memory of its own.
     """
 
-    def __init__(self, function: Callable[[], Result], model: nn.Module) -> None:
+    def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory | None = None) -> None:
         # On a stream of its own, so that no other graph shares the workspaces that libraries keep for each stream.
         stream = torch.cuda.Stream()
         with _weights_cast_anew():
@@ -337,12 +369,17 @@ class Graph(Generic[Result]):
                 # Other threads, such as those that load data, may go on as they like.
                 with (
                     _failing_means_uncaptured(),
-                    torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+                    torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
                 ):
                     self._result = function()
             except CannotCaptureError:
                 torch.cuda.set_stream(here_again)  # a capture that fails may leave its own behind
                 raise
+
+    def reserved_bytes(self) -> int:
+        """The memory that it has reserved, with all graphs that share it."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == self._graph.pool())
 
     def replay(self) -> Result:
         """Launch it all again."""
