@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,18 @@ _NOT_CAPTURED = "nothing is captured: CUDA graphs need the model and all tensors
 
 Result = TypeVar("Result")
 
-# What torch knows a pool of memory by. Its own name for the type is not the same in all versions.
-Memory: TypeAlias = Any
+
+class Memory(NamedTuple):
+    """Memory of graphs that do not run at the same time: what one of them has freed, another takes."""
+
+    pool: Any  # torch's own name for its type is not the same in all versions
+    # What is freed on one stream is given to that stream alone. Libraries keep workspaces for each, too.
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def new(cls) -> Memory:
+        """Memory that nobody has yet."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
 
 class CapturedStep:
@@ -158,7 +168,7 @@ class CapturedStep:
         with torch.cuda.device(self._device):
             if key not in self._graphs:
                 # No two graphs run at a time, unless one has memory of its own: the largest one's serves them all.
-                self._memory = self._memory or torch.cuda.graph_pool_handle()
+                self._memory = self._memory or Memory.new()
                 self._graphs[key] = _Graphs(self, batch, self._memory)
             graphs = self._graphs[key]
             if graphs is None:
@@ -344,8 +354,7 @@ class Graph(Generic[Result]):
     """
 
     def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory | None = None) -> None:
-        # On a stream of its own, so that no other graph shares the workspaces that libraries keep for each stream.
-        stream = torch.cuda.Stream()
+        pool, stream = memory or Memory.new()
         with _weights_cast_anew():
             with values_restored(model):
                 here, there = _host_random_states(), torch.cuda.get_rng_state()
@@ -369,7 +378,7 @@ class Graph(Generic[Result]):
                 # Other threads, such as those that load data, may go on as they like.
                 with (
                     _failing_means_uncaptured(),
-                    torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
+                    torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
                 ):
                     self._result = function()
             except CannotCaptureError:

@@ -24,7 +24,7 @@ from adahessian.state import Group, State
 from adahessian.state import blocks as blocks_in
 
 # Elements a program updates, blocks a program folds, blocks a program averages, tensors a program weighs.
-_TILE = 2048
+_TILE = 1024
 _FLAT_TILE = 1024
 _ROWS = 32
 _COLUMNS = 32
