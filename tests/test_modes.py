@@ -137,7 +137,7 @@ def test_a_pass_that_is_not_small_takes_no_memory_of_its_own(device, monkeypatch
     monkeypatch.setattr(captured, "_SMALL", -1)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))).to(device)
-    x = torch.randn(16384, 256, device=device)
+    x = torch.randn(65536, 256, device=device)  # beside which the workspace of another stream is small
 
     def reserved(update_every: int) -> int:
         optimizer = AdaHessian(model.parameters(), lr=1e-6, update_every=update_every)

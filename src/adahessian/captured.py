@@ -47,6 +47,13 @@ class Memory(NamedTuple):
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
 
+class _Fast(NamedTuple):
+    """What makes a step fast."""
+
+    compiles: bool
+    captures: bool
+
+
 class CapturedStep:
     """The whole step for a batch: gradient, curvature when it is due, and update.
 
@@ -114,7 +121,7 @@ class CapturedStep:
         self._memory: Memory | None = None
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
-        self._fast_on: dict[torch.device | None, bool] = {}
+        self._fast_on: dict[torch.device | None, _Fast] = {}
 
     def __call__(self, batch: Any) -> Tensor:
         """Take one step.
@@ -129,7 +136,8 @@ class CapturedStep:
             CurvatureError: If the curvature cannot be had. Nothing has changed then.
         """
         due = self._optimizer.curvature_due
-        kind = self._kinds.key(batch) if self._is_fast() else None
+        fast = self._fast()
+        kind = self._kinds.key(batch, compiles=fast.compiles) if any(fast) else None
         loss = self._captured(kind, batch, due)
         if loss is None:
             loss = self._uncaptured(batch, due, self._compiled if kind is not None else self._plain)
@@ -150,14 +158,14 @@ class CapturedStep:
         for param, gradient in zip(self._optimizer.measured_parameters(), gradients, strict=True):
             param.grad = gradient
 
-    def _is_fast(self) -> bool:
+    def _fast(self) -> _Fast:
         """Whether anything is compiled or captured at all; found out once for each device."""
         device = next((param.device for param in self._model.parameters()), None)
         if device not in self._fast_on:
-            captured = self._capture and _only_device(self._model) is not None
-            if self._capture and not captured:
+            captures = self._capture and _only_device(self._model) is not None
+            if self._capture and not captures:
                 say_once(_NOT_CAPTURED)
-            self._fast_on[device] = captured or self._engine.wants_compiled()[0]
+            self._fast_on[device] = _Fast(self._engine.wants_compiled()[0], captures)
         return self._fast_on[device]
 
     def _captured(self, kind: Hashable | None, batch: Any, due: bool) -> Tensor | None:

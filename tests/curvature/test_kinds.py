@@ -76,22 +76,27 @@ def test_what_is_no_plain_value_has_no_signature(thing):
 # What is worth it ----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_kind_is_worth_it_at_once_and_others_when_they_have_come_ten_times(said):
+# How often a kind must come until it is worth a capture alone, and until it is worth compiling.
+OFTEN = pytest.mark.parametrize(("compiles", "often"), [(False, 10), (True, 300)])
+
+
+@OFTEN
+def test_the_first_kind_is_worth_it_at_once_and_others_when_they_have_come_often(compiles, often, said):
     kinds = Kinds()
-    first = kinds.key((of_size(8), "mean"))
+    first = kinds.key((of_size(8), "mean"), compiles=compiles)
     assert first is not None
     assert not said.messages
-    for _ in range(9):
-        assert kinds.key((of_size(5), "mean")) is None
-        assert kinds.key((of_size(8), "mean")) == first
+    for _ in range(often - 1):
+        assert kinds.key((of_size(5), "mean"), compiles=compiles) is None
+        assert kinds.key((of_size(8), "mean"), compiles=compiles) == first
     assert said.messages == [
         "a batch of another shape is not compiled for, nor captured, unless that shape comes often; pad or drop "
         "incomplete batches to have all of them alike"
     ]
-    second = kinds.key((of_size(5), "mean"))
+    second = kinds.key((of_size(5), "mean"), compiles=compiles)
     assert second is not None
     assert second != first
-    assert kinds.key((of_size(5), "mean")) == second
+    assert kinds.key((of_size(5), "mean"), compiles=compiles) == second
 
 
 @pytest.mark.parametrize(("batches", "from_epoch"), [(100, None), (20, 10)])
@@ -100,33 +105,36 @@ def test_the_last_batch_of_a_long_epoch_is_never_worth_it_and_that_of_a_short_on
     worth_it = []
     for _ in range(200):
         for _ in range(batches - 1):
-            kinds.key(of_size(8))
-        worth_it.append(kinds.key(of_size(5)) is not None)
+            kinds.key(of_size(8), compiles=False)
+        worth_it.append(kinds.key(of_size(5), compiles=False) is not None)
     assert (worth_it.index(True) + 1 if True in worth_it else None) == from_epoch
 
 
-def test_after_a_change_of_all_batches_the_new_kind_does_not_wait_for_its_share_of_the_past():
+@OFTEN
+def test_after_a_change_of_all_batches_the_new_kind_does_not_wait_for_its_share_of_the_past(compiles, often):
     kinds = Kinds()
-    for _ in range(10_000):
-        kinds.key(of_size(8))
-    assert [kinds.key(of_size(5)) is not None for _ in range(10)].index(True) == 9
+    for _ in range(100_000):
+        kinds.key(of_size(8), compiles=compiles)
+    assert [kinds.key(of_size(5), compiles=compiles) is not None for _ in range(often)].index(True) == often - 1
 
 
 def test_batches_that_pass_by_count():
     kinds = Kinds()
     kinds.key(of_size(8))
-    for _ in range(200):
+    for _ in range(400):
         for _ in range(99):
             kinds.pass_by()
         assert kinds.key(of_size(5)) is None
 
 
-def test_no_more_than_eight_kinds_are_worth_it():
+@OFTEN
+def test_no_more_than_eight_kinds_are_worth_it(compiles, often):
     kinds = Kinds()
     for size in range(1, 12):
-        for _ in range(10):
-            kinds.key(of_size(size))
-    assert [kinds.key(of_size(size)) is not None for size in range(1, 12)] == [True] * 8 + [False] * 3
+        for _ in range(often):
+            kinds.key(of_size(size), compiles=compiles)
+    worth_it = [kinds.key(of_size(size), compiles=compiles) is not None for size in range(1, 12)]
+    assert worth_it == [True] * 8 + [False] * 3
 
 
 def test_what_has_no_signature_is_never_worth_it_and_that_is_said(said):
@@ -140,8 +148,7 @@ def test_what_has_no_signature_is_never_worth_it_and_that_is_said(said):
 def test_a_kind_that_was_refused_is_not_worth_it_again():
     kinds = Kinds()
     kinds.key(of_size(8))
-    for _ in range(10):
-        kind = kinds.key(of_size(5))
+    kind = kinds.key(of_size(5), at_once=True)
     assert kind is not None
     kinds.refuse(kind)
     assert all(kinds.key(of_size(5)) is None for _ in range(20))

@@ -8,9 +8,10 @@ from typing import Any
 from adahessian.curvature.batches import signature
 from adahessian.messages import say_once
 
-# The first kind is compiled at once, any other when it has come so often, and in so many batches since it first came.
-# Compiling takes a minute, in which hundreds of batches go by uncompiled: the last one of a long epoch never repays it.
+# The first kind is worth it at once, any other when it has come so often, and in so many batches since it first came.
+# Compiling takes a minute, in which hundreds of batches go by uncompiled; capturing takes no longer than a few of them.
 _OFTEN = 10
+_OFTEN_TO_COMPILE = 300
 _ONE_IN = 50
 _MOST = 8
 # Kinds that are counted at all: where every batch is of another kind, none is worth it.
@@ -27,11 +28,12 @@ class Kinds:
         self._before: dict[Hashable, int] = {}
         self._batches = 0
 
-    def key(self, batch: Any, *, at_once: bool = False) -> Hashable | None:
+    def key(self, batch: Any, *, compiles: bool = True, at_once: bool = False) -> Hashable | None:
         """The kind of a batch, if it is worth compiling for; None if it is not, or not yet.
 
         Args:
             batch: The batch.
+            compiles: Whether a new kind takes the compiler's time, and not only that of a capture.
             at_once: Whether any kind is worth it, not only one that comes often.
         """
         try:
@@ -46,7 +48,7 @@ class Kinds:
             return None
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         since = self._batches - self._before.setdefault(kind, self._batches - 1)
-        comes_often = seen >= _OFTEN and seen * _ONE_IN >= since
+        comes_often = seen >= (_OFTEN_TO_COMPILE if compiles else _OFTEN) and seen * _ONE_IN >= since
         if self._worth_it and not ((comes_often or at_once) and len(self._worth_it) < _MOST):
             say_once(
                 "a batch of another shape is not compiled for, nor captured, unless that shape comes often; pad or "
