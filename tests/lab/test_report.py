@@ -18,7 +18,7 @@ from adahessian.lab.report.markdown import markdown, table_text
 from adahessian.lab.report.tables import task_table
 from adahessian.lab.report.wording import group_title
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import OPTIMIZER_NAMES
+from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
 STEPS = 196
@@ -32,7 +32,7 @@ def make_run(
     task="cifar10-resnet20",
     step=0.003,
     compiling=60.0,
-    epochs=6,
+    recorded=6,
     diverged=False,
     accelerator="NVIDIA H200",
     conditions=None,
@@ -49,12 +49,12 @@ def make_run(
         {
             "epoch": number,
             "step": STEPS * number,
-            "train_loss": math.nan if diverged and number == epochs else 2.0 / number,
+            "train_loss": math.nan if diverged and number == recorded else 2.0 / number,
             "lr": 0.1,
             "seconds": compiling + STEPS * number * step,
-            **({} if diverged and number == epochs else {experiment.curve.name: accuracy - 10 / number}),
+            **({} if diverged and number == recorded else {experiment.curve.name: accuracy - 10 / number}),
         }
-        for number in range(1, epochs + 1)
+        for number in range(1, recorded + 1)
     ]
     return Result(
         task=task,
@@ -165,7 +165,7 @@ def test_settings_that_are_not_the_tasks_own_make_another_row_in_words():
     assert titles == {
         "AdaHessian",
         "AdaHessian, curvature every 10 steps on 25% of the batch after 1 epoch of every step",
-        "AdaHessian, decay epochs 3 4",
+        "AdaHessian, decay after epochs 3 4",
         "AdaHessian, “mine”",
     }
     # The paper's number belongs to its own settings.
@@ -185,7 +185,7 @@ def test_conditions_are_told_where_they_differ():
 
 def test_time_of_a_step_leaves_out_the_first_epoch():
     assert step_seconds(make_run(step=0.004, compiling=500.0)) == pytest.approx(0.004)
-    assert step_seconds(make_run(step=0.004, compiling=0.0, epochs=1)) == pytest.approx(0.004)
+    assert step_seconds(make_run(step=0.004, compiling=0.0, recorded=1)) == pytest.approx(0.004)
 
 
 def test_time_of_a_step_is_set_against_sgd_on_the_same_hardware():
@@ -237,7 +237,7 @@ def written(tmp_path_factory):
         write(make_run("sgd", seed, 92.0 + seed / 10), runs)
         write(make_run("adahessian", seed, 92.1 + seed / 10, step=0.009), runs)
     write(make_run("adam", diverged=True, name="<b>&'\"| name"), runs / "deeper")
-    write(make_run("adagrad", task="criteo-dlrm", epochs=1, accuracy=79.1), runs)
+    write(make_run("adagrad", task="criteo-dlrm", recorded=1, accuracy=79.1), runs)
     (runs / "other.json").write_text("[]")
     page = tmp_path / "pages" / "RESULTS.md"
     Report(runs=(runs,), output=tmp_path / "report", results_page=page).run()
@@ -353,3 +353,39 @@ def test_what_all_runs_of_a_task_have_in_common_is_said_once():
     assert "with batch size 64, which is not the task's own setting" in text
     assert "| SGD |" in text
     assert "| AdaHessian, curvature every 5 steps |" in text
+
+
+def test_runs_of_another_length_have_a_section_of_their_own():
+    short = {"epochs": 16, "decay_epochs": (8, 12)}
+    groups = group_runs(
+        [make_run("adahessian"), make_run("sgd"), make_run("sgd", **short), make_run("adahessian", **short)]
+    )
+    long, shorter = make_document(groups).sections
+    assert (long.title, shorter.title) == ("ResNet20 on CIFAR-10", "ResNet20 on CIFAR-10, 16 epochs")
+    assert long.anchor != shorter.anchor
+    for section in (long, shorter):
+        (table,) = (part for part in section.parts if isinstance(part, Table))
+        assert [row[0] for row in table.rows] == ["SGD", "AdaHessian"]
+    assert "decay after epochs 8 12, which is not the task's own setting" in shorter.parts[0].text
+    files = [picture.file for picture in make_document(groups).pictures]
+    assert len(set(files)) == len(files)
+
+
+def test_economical_runs_are_called_so_and_stand_before_their_variants():
+    variants = [{"num_probes": 4}, {"batch_fraction": 1.0}, {}, {"batch_fraction": 0.125}]
+    groups = group_runs([make_run("adahessian", **(ECONOMICAL | variant)) for variant in variants])
+    titles = [group_title(group, with_conditions=False) for group in groups]
+    assert titles[0] == "AdaHessian, economical"
+    assert set(titles[1:]) == {
+        "AdaHessian, economical, 4 probes",
+        "AdaHessian, economical but on the whole batch",
+        "AdaHessian, economical but on 12.5% of the batch",
+    }
+    text = markdown(make_document(groups))
+    assert "Economical: curvature every 10 steps on 25% of the batch after 1 epoch of every step" in text
+    assert "All on cuda in tf32, compiled.\n" in text, "not all are economical alike"
+
+
+def test_what_is_economical_in_part_is_said_in_full():
+    group = group_runs([make_run("adahessian", update_every=10, batch_fraction=0.25)])[0]
+    assert group_title(group, with_conditions=False) == "AdaHessian, curvature every 10 steps on 25% of the batch"

@@ -46,6 +46,15 @@ _DEMANDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+# On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
+ECONOMICAL = {
+    "update_every": 10,
+    "batch_fraction": 0.25,
+    "measured_epochs": 1.0,
+    "tangents": "bfloat16",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every task has. A task with settings of its own adds them in a subclass.

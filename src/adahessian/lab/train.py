@@ -18,7 +18,7 @@ from adahessian.lab.data.errors import DataError
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
-from adahessian.lab.settings import OPTIMIZER_NAMES, OptimizerName, SettingsError
+from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES, OptimizerName, SettingsError
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, SettingsT
 from adahessian.lab.training import Plan, Precision, StoppedError, train
@@ -26,9 +26,6 @@ from adahessian.lab.watching import LiveWatcher, shown
 
 DEFAULT_TASK = "digits"
 DEFAULT_OPTIMIZER: OptimizerName = "adahessian"
-
-# On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
-ECONOMICAL = {"update_every": 10, "batch_fraction": 0.25, "measured_epochs": 1.0, "tangents": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,19 @@ from adahessian.lab.files import written_whole
 from adahessian.lab.plots import DPI
 from adahessian.lab.report.curves import task_pictures
 from adahessian.lab.report.document import Details, Document, Paragraph, Part, Section, Table
-from adahessian.lab.report.groups import Group, group_runs, known
+from adahessian.lab.report.groups import Group, group_runs, is_economical, known
 from adahessian.lab.report.markdown import markdown
 from adahessian.lab.report.origins import origins
 from adahessian.lab.report.page import page
 from adahessian.lab.report.tables import differ_in_conditions, task_table
 from adahessian.lab.report.terminal import terminal_table
-from adahessian.lab.report.wording import in_words, under
+from adahessian.lab.report.wording import (
+    ECONOMICAL_IN_WORDS,
+    in_words,
+    section_anchor,
+    section_title,
+    under,
+)
 from adahessian.lab.runs import NotARunError, find_results, find_unfinished
 
 _INTRODUCTION = (
@@ -85,31 +91,34 @@ class Report:
 
 
 def make_document(groups: Sequence[Group]) -> Document:
-    """The report of runs: a section for each task."""
-    return Document(
-        title="Runs of adahessian",
-        introduction=_INTRODUCTION,
-        sections=[_section(list(of_task)) for _, of_task in groupby(groups, key=lambda group: group.experiment.name)],
-    )
+    """The report of runs: a section for each task, and one more for each number of epochs that is not its own."""
+    sections: list[Section] = []
+    for _, of_task in groupby(groups, key=lambda group: group.experiment.name):
+        budgets = [list(of_budget) for _, of_budget in groupby(of_task, key=lambda group: group.budget)]
+        sections += [_section(of_budget, with_notes=of_budget is budgets[0]) for of_budget in budgets]
+    return Document(title="Runs of adahessian", introduction=_INTRODUCTION, sections=sections)
 
 
-def _section(groups: list[Group]) -> Section:
+def _section(groups: list[Group], *, with_notes: bool) -> Section:
     experiment = groups[0].experiment
     parts: list[Part] = []
     of_all = [] if differ_in_conditions(groups) else [under(groups[0].conditions)]
-    common = {name: value for name, value in groups[0].changed.items() if name not in groups[0].distinctive}
+    said = {*groups[0].distinctive, "epochs"}
+    common = {name: value for name, value in groups[0].changed.items() if name not in said}
     if common:
         of_all.append(f"with {in_words(common)}, which is not the task's own setting")
     if of_all:
         parts.append(Paragraph(f"All {', '.join(of_all)}."))
     parts.append(task_table(groups))
+    if any(is_economical(group.changed) for group in groups):
+        parts.append(Paragraph(ECONOMICAL_IN_WORDS))
     if any(len(run.epochs) == 1 and not run.shared for group in groups for run in group.finished):
         parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))
     parts += task_pictures(groups)
-    if experiment.notes:
+    if experiment.notes and with_notes:
         parts.append(Details(heading="What to know of the task", lines=experiment.notes))
     parts.append(Details(heading="Where the numbers come from", lines=origins(groups)))
-    return Section(title=experiment.title, anchor=experiment.name, parts=parts)
+    return Section(title=section_title(groups[0]), anchor=section_anchor(groups[0]), parts=parts)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from adahessian.lab.report.document import Picture
 from adahessian.lab.report.groups import Group
 from adahessian.lab.report.tables import differ_in_conditions
 from adahessian.lab.report.themes import Theme, style
-from adahessian.lab.report.wording import group_title
+from adahessian.lab.report.wording import group_title, section_anchor, section_title
 from adahessian.lab.runs import Result
 from adahessian.lab.settings import OptimizerName
 from adahessian.lab.tasks.task import Metric
@@ -49,7 +49,7 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     """Four plots of a task, unless no run has two epochs; those by time have the runs whose times count.
 
     Args:
-        groups: All runs of the task.
+        groups: All runs of the task, of one budget.
     """
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
@@ -59,8 +59,8 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
         for by, shown in (("epoch", groups), ("time", timed)):
             if shown:
                 yield Picture(
-                    file=f"{experiment.name}-{metric.name.replace('_', '-')}-by-{by}.png",
-                    caption=f"{experiment.title}: {metric.title} by {by}",
+                    file=f"{section_anchor(groups[0])}-{metric.name.replace('_', '-')}-by-{by}.png",
+                    caption=f"{section_title(groups[0])}: {metric.title} by {by}",
                     draw=partial(_draw, shown, metric, by),
                 )
 

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import OptimizerName, Settings
+from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment
 
@@ -57,7 +57,7 @@ class Group:
     """Those of the settings that are not the task's own, as JSON has them."""
 
     distinctive: Mapping[str, Any]
-    """Those of them that not all groups of the task have."""
+    """Those of them that not all groups of the same task and budget have."""
 
     conditions: Mapping[str, Any]
     runs: Sequence[Result]
@@ -65,6 +65,12 @@ class Group:
 
     repeated: Sequence[int]
     """Seeds that there were several differing runs of, of which the latest is here."""
+
+    @property
+    def budget(self) -> int | None:
+        """How many epochs it has, if these are not the task's own. What has more is not to be compared with it."""
+        epochs: int | None = self.changed.get("epochs")
+        return epochs
 
     @property
     def finished(self) -> list[Result]:
@@ -114,7 +120,7 @@ def known(runs: Iterable[Result]) -> tuple[list[Result], list[str]]:
 
 
 def group_runs(runs: Iterable[Result]) -> list[Group]:
-    """Runs by task, optimizer, settings and conditions, in the order of the tasks and of the paper's tables.
+    """Runs by task, budget, optimizer, settings and conditions, in the order of the tasks and of the paper's tables.
 
     A run that is there twice counts once, and of several with the same seed the latest one counts.
     """
@@ -128,7 +134,9 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
         groups,
         key=lambda group: (
             tasks.index(group.experiment.name),
+            group.budget or 0,
             OPTIMIZER_ORDER.index(group.optimizer),
+            _choices(group.changed),
             [(name, _sortable(value)) for name, value in group.changed.items()],
             group.name,
             _text(group.conditions),
@@ -155,25 +163,34 @@ def _group(runs: Sequence[Result]) -> Group:
 
 
 def _tell_apart(groups: Sequence[Group]) -> list[Group]:
-    """Where all groups of a task have a setting that is not its own, that need not be said of each."""
-    common = {
-        task: dict.fromkeys(
+    """What all groups of a task and budget have besides its own settings need not be said of each."""
+    told_apart = []
+    for group in groups:
+        alike = [other for other in groups if other.experiment is group.experiment and other.budget == group.budget]
+        common = {
             name
-            for name, value in of_task[0].changed.items()
-            if len(of_task) > 1 and all(group.changed.get(name, _ABSENT) == value for group in of_task)
-        )
-        for task in {group.experiment.name for group in groups}
-        for of_task in [[group for group in groups if group.experiment.name == task]]
-    }
-    return [
-        replace(
-            group,
-            distinctive={
-                name: value for name, value in group.changed.items() if name not in common[group.experiment.name]
-            },
-        )
-        for group in groups
-    ]
+            for name in {*group.changed, *ECONOMICAL}
+            if len(alike) > 1 and len({_text(other.changed.get(name)) for other in alike}) == 1
+        }
+        if is_economical(group.changed) and not common >= ECONOMICAL.keys():
+            common -= ECONOMICAL.keys()  # read as one phrase, these are said together or not at all
+        distinctive = {name: value for name, value in group.changed.items() if name not in {*common, "epochs"}}
+        told_apart.append(replace(group, distinctive=distinctive))
+    return told_apart
+
+
+def is_economical(changed: Mapping[str, Any]) -> bool:
+    """Whether settings are those of ``--economical``, but for the part of the batch, and whatever they are besides."""
+    return all(
+        name in changed and changed[name] == value for name, value in ECONOMICAL.items() if name != "batch_fraction"
+    )
+
+
+def _choices(changed: Mapping[str, Any]) -> int:
+    """How many choices made these settings from a task's own; ``--economical`` is one."""
+    if not is_economical(changed):
+        return len(changed)
+    return 1 + sum(bool(changed.get(name) != ECONOMICAL.get(name)) for name in {*changed, *ECONOMICAL})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from adahessian.lab.report.groups import Group
+from adahessian.lab.report.groups import Group, is_economical
 from adahessian.lab.runs import label
-from adahessian.lab.settings import OPTIMIZER_TITLES
+from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_TITLES
 
 _WORDS = {
     "update_every": "curvature every {} steps",
@@ -17,8 +17,10 @@ _WORDS = {
     "tangents": "{} tangents",
     "lr": "lr {}",
     "block_size": "blocks of {}",
-    "epochs": "{} epochs",
     "num_probes": "{} probes",
+    "averaging": "{} averaging",
+    "lr_warmup_steps": "lr warm-up of {} steps",
+    "decay_epochs": "decay after epochs {}",
 }
 # Read as one phrase, these stand first and in this order.
 _PHRASE = ("update_every", "batch_fraction", "measured_epochs")
@@ -30,13 +32,30 @@ def in_words(changed: Mapping[str, Any]) -> str:
     Example:
         >>> in_words({"lr": 0.3, "update_every": 10, "batch_fraction": 0.25})
         'curvature every 10 steps on 25% of the batch, lr 0.3'
+        >>> in_words({**ECONOMICAL, "num_probes": 4})
+        'economical, 4 probes'
     """
-    phrase = " ".join(_one(name, changed[name]) for name in _PHRASE if name in changed)
-    others = [_one(name, value) for name, value in changed.items() if name not in _PHRASE]
+    if is_economical(changed):
+        fraction = changed.get("batch_fraction", 1.0)
+        phrase = "economical"
+        if fraction != ECONOMICAL["batch_fraction"]:
+            phrase += " but " + _one("batch_fraction", fraction)
+        said: Container[str] = ECONOMICAL.keys()
+    else:
+        phrase = " ".join(_one(name, changed[name]) for name in _PHRASE if name in changed)
+        said = _PHRASE
+    others = [_one(name, value) for name, value in changed.items() if name not in said]
     return ", ".join(filter(None, [phrase, *others]))
 
 
+def _plainly(changed: Mapping[str, Any]) -> str:
+    phrase = " ".join(_one(name, changed[name]) for name in _PHRASE)
+    return ", ".join([phrase, *(_one(name, value) for name, value in changed.items() if name not in _PHRASE)])
+
+
 def _one(name: str, value: Any) -> str:
+    if name == "batch_fraction" and value == 1:
+        return "on the whole batch"
     if name == "batch_fraction":
         shown = f"{value:.3g}" if value > 1 else f"{100 * value:g}%"
     elif name == "measured_epochs" and value == 1:
@@ -48,6 +67,25 @@ def _one(name: str, value: Any) -> str:
     else:
         shown = f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
     return _WORDS.get(name, name.replace("_", " ") + " {}").format(shown)
+
+
+ECONOMICAL_IN_WORDS = f"Economical: {_plainly(ECONOMICAL)}."
+
+
+def section_title(group: Group) -> str:
+    """What the section of a task and budget is called."""
+    return ", ".join(filter(None, [group.experiment.title, _budget(group)]))
+
+
+def section_anchor(group: Group) -> str:
+    """By what it is linked to, and its pictures are named."""
+    return "-".join(filter(None, [group.experiment.name, _budget(group).replace(" ", "-")]))
+
+
+def _budget(group: Group) -> str:
+    if group.budget is None:
+        return ""
+    return "1 epoch" if group.budget == 1 else f"{group.budget} epochs"
 
 
 def under(conditions: Mapping[str, Any]) -> str:

@@ -200,7 +200,7 @@ def _experiment(
     files = ", ".join(f"{file}.tsv" for file in ("train", *form.dev))
     return Experiment(
         name=f"glue-{name}",
-        title=f"SqueezeBERT on {form.folder}",
+        title=f"Fine-tuning on {form.folder}",
         data=f"glue/{form.folder} with {files} as GLUE publishes them, and the folder of the pre-trained model",
         curve=reported,
         metric=reported,
