@@ -26,7 +26,8 @@ from adahessian.sharding import mesh_of
 # Rehearsals before a capture, in which libraries choose their algorithms and allocate what they need.
 _REHEARSALS = 3
 
-# Two passes side by side take the memory of both: worth it as long as that of the second is small, in bytes.
+# Passes side by side take the memory of both: worth it as long as that of the second, for all kinds of batches, is
+# small, in bytes.
 _SMALL = 2**30
 
 _NOT_CAPTURED = "nothing is captured: CUDA graphs need the model and all tensors of the batch on one CUDA device"
@@ -42,9 +43,9 @@ class Memory(NamedTuple):
     stream: torch.cuda.Stream
 
     @classmethod
-    def new(cls) -> Memory:
-        """Memory that nobody has yet."""
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+    def new(cls, stream: torch.cuda.Stream | None = None) -> Memory:
+        """Memory that nobody has yet, of a new stream unless one is given."""
+        return cls(torch.cuda.graph_pool_handle(), stream or torch.cuda.Stream())
 
 
 class _Fast(NamedTuple):
@@ -118,7 +119,7 @@ class CapturedStep:
         self._loss: Callable[[Any], Tensor] | None = None
         self._kinds = Kinds()
         self._graphs: dict[Hashable, _Graphs | None] = {}
-        self._memory: Memory | None = None
+        self._memories: tuple[Memory, Memory] | None = None
         self._addresses: tuple[int, ...] = ()
         self._device: torch.device | None = None
         self._fast_on: dict[torch.device | None, _Fast] = {}
@@ -143,6 +144,18 @@ class CapturedStep:
             loss = self._uncaptured(batch, due, self._compiled if kind is not None else self._plain)
         self._optimizer.step()
         return loss
+
+    @property
+    def memories(self) -> tuple[Memory, Memory]:
+        """Memory for all kinds of batches: of graphs that run one after the other, and of those beside them."""
+        if self._memories is None:
+            self._memories = Memory.new(), Memory.new()  # made together, and so on two streams
+        return self._memories
+
+    def renew_memory_beside(self) -> None:
+        """Give up the second memory, with graphs in it that are not used."""
+        memory, beside = self.memories
+        self._memories = memory, Memory.new(beside.stream)
 
     @property
     def joins(self) -> bool:
@@ -175,9 +188,7 @@ class CapturedStep:
             return None
         with torch.cuda.device(self._device):
             if key not in self._graphs:
-                # No two graphs run at a time, unless one has memory of its own: the largest one's serves them all.
-                self._memory = self._memory or Memory.new()
-                self._graphs[key] = _Graphs(self, batch, self._memory)
+                self._graphs[key] = _Graphs(self, batch)
             graphs = self._graphs[key]
             if graphs is None:
                 return None
@@ -185,6 +196,7 @@ class CapturedStep:
                 return graphs.replay(batch, due)
             except CannotCaptureError as cannot:
                 self._graphs[key] = None
+                self._memories = None  # of memory in which a capture has failed torch may have lost track
                 say(f"the step is not captured: {cannot}")
                 return None
 
@@ -243,7 +255,7 @@ class CapturedStep:
         addresses = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if addresses != self._addresses:
             self._graphs.clear()
-            self._memory = None
+            self._memories = None
             self._addresses = addresses
             self._device = _only_device(self._model)
         if self._device is None or any(tensor.device != self._device for tensor in tensors_of(batch)):
@@ -264,12 +276,10 @@ class _Graphs:
     Args:
         step: The step they belong to.
         batch: A batch of the kind.
-        memory: What all graphs of the step share. What one leaves there lasts until the next one runs.
     """
 
-    def __init__(self, step: CapturedStep, batch: Any, memory: Memory) -> None:
+    def __init__(self, step: CapturedStep, batch: Any) -> None:
         self._step = step
-        self._memory = memory
         self._curvature = step.curvature
         self._model = step.curvature.model
         self._engine = step.curvature.engine
@@ -301,7 +311,7 @@ class _Graphs:
             if self._beside is None:
                 with random_streams_untouched(devices_of(self._model)):
                     found = graph.replay()
-                # At once: the gradient's graph may write where this one has left it.
+                # At once: the gradient's graph, in the same memory, may write where this one has left it.
                 self._curvature.feed(found.diagonal, found.gradients)
                 return self._replay_gradient()
             here = torch.cuda.current_stream()
@@ -323,7 +333,8 @@ class _Graphs:
 
     def _gradient_graph(self) -> Graph[tuple[Tensor, list[Tensor | None]]]:
         if self._gradient is None:
-            self._gradient = Graph(lambda: self._step.gradient(self._batch), self._model, self._memory)
+            memory, _ = self._step.memories
+            self._gradient = Graph(lambda: self._step.gradient(self._batch), self._model, memory)
         return self._gradient
 
     def _curvature_graph(self, part: Any, *, keep_buffers: bool) -> Graph[Found]:
@@ -338,18 +349,30 @@ class _Graphs:
             def found() -> Found:
                 return compute(part, self._probes.__getitem__, keep_buffers)
 
-            if not self._step.joins and _buffers_are_only_written(self._model):
-                # On a part of the batch kernels are many and short, and leave room for those of the gradient.
-                graph = Graph(found, self._model)
-                if not graph.is_random and graph.reserved_bytes() <= _SMALL:
-                    self._found, self._beside = graph, torch.cuda.Stream()
-                del graph
+            self._found = self._beside_the_gradient(found) if not self._step.joins else None
             if self._found is None:
-                self._found = Graph(found, self._model, self._memory)
+                memory, _ = self._step.memories
+                self._found = Graph(found, self._model, memory)
         else:
             for probe in probes:
                 self._optimizer.draw_probes(probe, out=self._probes[probe])
         return self._found
+
+    def _beside_the_gradient(self, found: Callable[[], Found]) -> Graph[Found] | None:
+        """The graph of a pass on a part of the batch that may run at the same time as the gradient's, if it may.
+
+        Its kernels are many and short, and leave room for those of the gradient.
+        """
+        if self._gradient_graph().is_random or not _buffers_are_only_written(self._model):
+            return None
+        _, memory = self._step.memories
+        graph = Graph(found, self._model, memory)
+        if graph.is_random or graph.reserved_bytes() > _SMALL:
+            del graph
+            self._step.renew_memory_beside()
+            return None
+        self._beside = memory.stream
+        return graph
 
 
 class Graph(Generic[Result]):
@@ -358,7 +381,8 @@ class Graph(Generic[Result]):
     Args:
         function: What to capture.
         model: The model whose buffers and random streams the rehearsals are not to change.
-        memory: Memory that it shares with graphs which do not run meanwhile; None is memory of its own.
+        memory: Memory that it shares with graphs which do not run meanwhile: what it leaves there lasts until one of
+            them runs. None is memory of its own.
     """
 
     def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory | None = None) -> None:

@@ -85,7 +85,7 @@ def test_delays_and_their_costs():
     assert rows["time of a step x SGD, ours"] == ["2.50", "2.00", "", "", "", "1.10", ""]
     assert rows["time of a step x Adam, ours"] == ["2.00", "1.60", "", "", "", "0.88", ""]
     assert rows["time of a step x SGD, paper"][:5] == ["2.42", "1.71", "1.47", "1.36", "1.28"]
-    economical = table_of("Economical", groups, list(other_sweep_tables(groups)))
+    economical = table_of("AdaHessian with less curvature", groups, list(other_sweep_tables(groups)))
     assert [row[2] for row in economical.rows] == ["10.00 (1 seed)"] * 2
     assert [row[3] for row in economical.rows] == ["92.20 (1 seed)"] * 2
 

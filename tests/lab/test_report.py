@@ -89,6 +89,10 @@ def write(run, folder):
     return path
 
 
+def table_of(groups):
+    return task_table(groups, groups)
+
+
 def column(table, heading):
     position = list(table.headings).index(heading)
     return {row[0]: row[position] for row in table.rows}
@@ -100,7 +104,7 @@ def test_mean_and_deviation_are_those_of_the_seeds():
     (group,) = group_runs(runs)
     assert group.final("test_accuracy").mean == pytest.approx(mean(accuracies))
     assert group.final("test_accuracy").deviation == pytest.approx(stdev(accuracies))
-    table = task_table([group])
+    table = table_of([group])
     assert column(table, "test accuracy, %") == {"SGD": "92.13 ± 0.25"}
     assert column(table, "seeds") == {"SGD": "3 seeds"}
     assert column(table, "paper") == {"SGD": "92.08 ± 0.08"}
@@ -110,28 +114,28 @@ def test_mean_and_deviation_are_those_of_the_seeds():
 def test_the_best_epoch_is_shown_where_the_paper_counts_it():
     run = make_run(accuracy=92.0)
     run.epochs[2]["test_accuracy"] = 92.5
-    assert column(task_table(group_runs([run])), "best epoch") == {"SGD": "92.50"}
-    assert "best epoch" not in task_table(group_runs([make_run(task="image-folder-resnet18")])).headings
+    assert column(table_of(group_runs([run])), "best epoch") == {"SGD": "92.50"}
+    assert "best epoch" not in table_of(group_runs([make_run(task="image-folder-resnet18")])).headings
 
 
 def test_one_seed_has_no_deviation():
-    table = task_table(group_runs([make_run()]))
+    table = table_of(group_runs([make_run()]))
     assert column(table, "test accuracy, %") == {"SGD": "92.00"}
     assert column(table, "seeds") == {"SGD": "1 seed"}
 
 
 def test_diverged_runs_are_in_no_mean():
     runs = [make_run(seed=1, accuracy=92.0), make_run(seed=2, accuracy=94.0), make_run(seed=3, diverged=True)]
-    table = task_table(group_runs(runs))
+    table = table_of(group_runs(runs))
     assert column(table, "test accuracy, %") == {"SGD": "93.00 ± 1.41"}
     assert column(table, "seeds") == {"SGD": "1 of 3 diverged"}
-    only_diverged = task_table(group_runs([make_run(diverged=True)]))
+    only_diverged = table_of(group_runs([make_run(diverged=True)]))
     assert column(only_diverged, "test accuracy, %") == {"SGD": "diverged"}
 
 
 def test_a_result_that_is_not_finite_is_no_result():
     run = make_run("sgd", task="ptb-tensorized", final={"test_perplexity": math.inf})
-    table = task_table(group_runs([run, make_run("sgd", 2, task="ptb-tensorized", accuracy=60.0)]))
+    table = table_of(group_runs([run, make_run("sgd", 2, task="ptb-tensorized", accuracy=60.0)]))
     assert column(table, "test perplexity") == {"SGD": "60.00"}
     assert column(table, "seeds") == {"SGD": "1 of 2 diverged"}
 
@@ -169,7 +173,7 @@ def test_settings_that_are_not_the_tasks_own_make_another_row_in_words():
         "AdaHessian, “mine”",
     }
     # The paper's number belongs to its own settings.
-    assert [bool(cell) for cell in column(task_table(groups), "paper").values()].count(True) == 2
+    assert [bool(cell) for cell in column(table_of(groups), "paper").values()].count(True) == 2
 
 
 def test_settings_that_only_say_how_to_compute_make_no_other_row():
@@ -179,7 +183,7 @@ def test_settings_that_only_say_how_to_compute_make_no_other_row():
 
 def test_conditions_are_told_where_they_differ():
     on_cpu = {"device": "cpu", "precision": "float32", "compiled": False, "processes": 1}
-    table = task_table(group_runs([make_run(), make_run(seed=2, conditions=on_cpu)]))
+    table = table_of(group_runs([make_run(), make_run(seed=2, conditions=on_cpu)]))
     assert {row[0] for row in table.rows} == {"SGD, on cuda in tf32, compiled", "SGD, on cpu in float32, not compiled"}
 
 
@@ -331,10 +335,10 @@ def test_command_line():
 
 def test_times_of_runs_that_shared_the_device_are_left_out():
     shared = group_runs([make_run(shared=True), make_run(seed=2, shared=True)])
-    assert not any("ms" in cell for row in task_table(shared).rows for cell in row)
+    assert not any("ms" in cell for row in table_of(shared).rows for cell in row)
     assert not any("by-time" in picture.file for picture in task_pictures(shared))
     some = group_runs([make_run(shared=True), make_run(seed=2)])
-    assert any("ms" in cell for row in task_table(some).rows for cell in row)
+    assert any("ms" in cell for row in table_of(some).rows for cell in row)
     assert any("by-time" in picture.file for picture in task_pictures(some))
 
 
@@ -350,7 +354,7 @@ def test_what_all_runs_of_a_task_have_in_common_is_said_once():
     runs = [make_run(optimizer, batch_size=64) for optimizer in ("sgd", "adamw")]
     document = make_document(group_runs([*runs, make_run("adahessian", batch_size=64, update_every=5)]))
     text = markdown(document)
-    assert "with batch size 64, which is not the task's own setting" in text
+    assert "In all of them, and not the task's own: batch size 64." in text
     assert "| SGD |" in text
     assert "| AdaHessian, curvature every 5 steps |" in text
 
@@ -366,7 +370,7 @@ def test_runs_of_another_length_have_a_section_of_their_own():
     for section in (long, shorter):
         (table,) = (part for part in section.parts if isinstance(part, Table))
         assert [row[0] for row in table.rows] == ["SGD", "AdaHessian"]
-    assert "decay after epochs 8 12, which is not the task's own setting" in shorter.parts[0].text
+    assert "not the task's own: decay after epochs 8 12." in shorter.parts[0].text
     files = [picture.file for picture in make_document(groups).pictures]
     assert len(set(files)) == len(files)
 
@@ -387,5 +391,19 @@ def test_economical_runs_are_called_so_and_stand_before_their_variants():
 
 
 def test_what_is_economical_in_part_is_said_in_full():
-    group = group_runs([make_run("adahessian", update_every=10, batch_fraction=0.25)])[0]
-    assert group_title(group, with_conditions=False) == "AdaHessian, curvature every 10 steps on 25% of the batch"
+    in_part = make_run("adahessian", update_every=10, batch_fraction=0.25)
+    for others in ([], [make_run("adahessian", **ECONOMICAL)]):
+        group = group_runs([in_part, *others])[-1]
+        assert group_title(group, with_conditions=False) == "AdaHessian, curvature every 10 steps on 25% of the batch"
+
+
+def test_what_is_switched_off_is_told_from_what_is_as_ever():
+    groups = group_runs([make_run("sgd", task="ptb-tensorized", **changed) for changed in ({}, {"clip_norm": None})])
+    assert [group_title(group, with_conditions=False) for group in groups] == ["SGD", "SGD, clip norm none"]
+
+
+def test_times_are_set_against_runs_of_another_length_where_there_are_no_others():
+    groups = group_runs([make_run("sgd"), make_run("adahessian", epochs=16, step=0.006)])
+    short = make_document(groups).sections[1]
+    (table,) = (part for part in short.parts if isinstance(part, Table))
+    assert "2.00 x SGD" in column(table, "time of a step")["AdaHessian"]

@@ -93,23 +93,24 @@ class Report:
 def make_document(groups: Sequence[Group]) -> Document:
     """The report of runs: a section for each task, and one more for each number of epochs that is not its own."""
     sections: list[Section] = []
-    for _, of_task in groupby(groups, key=lambda group: group.experiment.name):
+    for _, members in groupby(groups, key=lambda group: group.experiment.name):
+        of_task = list(members)
         budgets = [list(of_budget) for _, of_budget in groupby(of_task, key=lambda group: group.budget)]
-        sections += [_section(of_budget, with_notes=of_budget is budgets[0]) for of_budget in budgets]
+        sections += [_section(of_budget, of_task, with_notes=of_budget is budgets[0]) for of_budget in budgets]
     return Document(title="Runs of adahessian", introduction=_INTRODUCTION, sections=sections)
 
 
-def _section(groups: list[Group], *, with_notes: bool) -> Section:
+def _section(groups: list[Group], of_task: list[Group], *, with_notes: bool) -> Section:
     experiment = groups[0].experiment
     parts: list[Part] = []
-    of_all = [] if differ_in_conditions(groups) else [under(groups[0].conditions)]
+    of_all = [] if differ_in_conditions(groups) else [f"All {under(groups[0].conditions)}."]
     said = {*groups[0].distinctive, "epochs"}
     common = {name: value for name, value in groups[0].changed.items() if name not in said}
     if common:
-        of_all.append(f"with {in_words(common)}, which is not the task's own setting")
+        of_all.append(f"In all of them, and not the task's own: {in_words(common)}.")
     if of_all:
-        parts.append(Paragraph(f"All {', '.join(of_all)}."))
-    parts.append(task_table(groups))
+        parts.append(Paragraph(" ".join(of_all)))
+    parts.append(task_table(groups, of_task))
     if any(is_economical(group.changed) for group in groups):
         parts.append(Paragraph(ECONOMICAL_IN_WORDS))
     if any(len(run.epochs) == 1 and not run.shared for group in groups for run in group.finished):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, stdev
 from typing import Any
@@ -164,19 +164,32 @@ def _group(runs: Sequence[Result]) -> Group:
 
 def _tell_apart(groups: Sequence[Group]) -> list[Group]:
     """What all groups of a task and budget have besides its own settings need not be said of each."""
-    told_apart = []
+    sections: dict[tuple[str, int | None], list[Group]] = {}
     for group in groups:
-        alike = [other for other in groups if other.experiment is group.experiment and other.budget == group.budget]
-        common = {
-            name
-            for name in {*group.changed, *ECONOMICAL}
-            if len(alike) > 1 and len({_text(other.changed.get(name)) for other in alike}) == 1
-        }
-        if is_economical(group.changed) and not common >= ECONOMICAL.keys():
-            common -= ECONOMICAL.keys()  # read as one phrase, these are said together or not at all
-        distinctive = {name: value for name, value in group.changed.items() if name not in {*common, "epochs"}}
-        told_apart.append(replace(group, distinctive=distinctive))
-    return told_apart
+        sections.setdefault((group.experiment.name, group.budget), []).append(group)
+    return [_telling(group, _common(section)) for section in sections.values() for group in section]
+
+
+def _telling(group: Group, common: Container[str]) -> Group:
+    distinctive = {name: value for name, value in group.changed.items() if name != "epochs" and name not in common}
+    return replace(group, distinctive=distinctive)
+
+
+def _common(groups: Sequence[Group]) -> set[str]:
+    """The settings that several groups have alike, or leave alike at the task's own."""
+    names = {*ECONOMICAL, *(name for group in groups for name in group.changed)}
+    common = {
+        name
+        for name in names
+        if len(groups) > 1 and all(_same(group.changed, groups[0].changed, name) for group in groups)
+    }
+    if any(is_economical(group.changed) for group in groups) and not common >= ECONOMICAL.keys():
+        common -= ECONOMICAL.keys()  # read as one phrase, these are said together or not at all
+    return common
+
+
+def _same(some: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool:
+    return bool(some.get(name, _ABSENT) == others.get(name, _ABSENT))
 
 
 def is_economical(changed: Mapping[str, Any]) -> bool:
@@ -190,7 +203,7 @@ def _choices(changed: Mapping[str, Any]) -> int:
     """How many choices made these settings from a task's own; ``--economical`` is one."""
     if not is_economical(changed):
         return len(changed)
-    return 1 + sum(bool(changed.get(name) != ECONOMICAL.get(name)) for name in {*changed, *ECONOMICAL})
+    return 1 + sum(not _same(changed, ECONOMICAL, name) for name in {*changed, *ECONOMICAL})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from adahessian.lab.settings import OPTIMIZER_TITLES
 from adahessian.lab.tasks.task import PaperNumber
 
 
-def task_table(groups: Sequence[Group]) -> Table:
+def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
     """What the runs of a task came to, beside the paper's numbers.
 
     Args:
-        groups: All runs of the task.
+        groups: The runs.
+        of_task: All runs of the task, among which times find what they are set against.
     """
     metric, others = groups[0].experiment.metric, groups[0].experiment.others
     several_conditions = differ_in_conditions(groups)
@@ -42,7 +43,7 @@ def task_table(groups: Sequence[Group]) -> Table:
                 shown_seeds(group),
                 *(shown_final(group, other.name, other.digits) for other in others),
                 "" if group.train_loss is None else group.train_loss.shown(4),
-                _shown_time(step_time(group, groups)),
+                _shown_time(step_time(group, of_task)),
                 "" if group.peak_bytes is None else f"{group.peak_bytes / 2**30:.2f} GiB",
             ]
             for group in groups
