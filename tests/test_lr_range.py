@@ -424,7 +424,7 @@ def test_a_loss_that_is_nan_from_the_start():
 
 
 def test_a_range_that_is_too_high():
-    with pytest.raises(RuntimeError, match="It rose instead: try a lower lowest"):
+    with pytest.raises(RuntimeError, match="Further on it rose: try a lower lowest"):
         suggest_lr(newton(), noisy_centres(), lowest=5.0, highest=50.0)
 
 

@@ -333,7 +333,7 @@ def _read(lrs: Sequence[float], losses: Sequence[float]) -> LrRange:
             f"no learning rate from {lrs[0]:.2g} to {lrs[-1]:.2g} lowered the loss by more than chance: it was "
             f"{start:.4g} at the start, give or take {noise:.2g} a batch, and {smoothed[at_lowest]:.4g} at best. "
             + (
-                "It rose instead: try a lower lowest."
+                "Further on it rose: try a lower lowest, or larger batches. A trained network has little left to gain."
                 if has_diverged
                 else "Try a higher highest, larger batches or more steps."
             )

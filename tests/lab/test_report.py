@@ -407,3 +407,14 @@ def test_times_are_set_against_runs_of_another_length_where_there_are_no_others(
     short = make_document(groups).sections[1]
     (table,) = (part for part in short.parts if isinstance(part, Table))
     assert "2.00 x SGD" in column(table, "time of a step")["AdaHessian"]
+
+
+def test_what_was_written_down_of_runs_is_in_the_report(tmp_path):
+    folder = tmp_path / "runs" / "cifar10-resnet20"
+    write(make_run("sgd"), folder)
+    write(make_run("sgd", epochs=16), folder)
+    (folder / "notes.txt").write_text("The first line.\n\nAnother one.\n")
+    Report(runs=(tmp_path / "runs",), output=tmp_path / "report").run()
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert text.count("What to know of these runs") == 1
+    assert "- The first line.\n- Another one.\n" in text

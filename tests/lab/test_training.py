@@ -223,6 +223,11 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         (["digits", "--device", "teapot"], "--device teapot"),
         (["--optimizer", "sgd", "cifar10-resnet20"], "name the task first"),
         (["digits", "--optimizer", "sgd", "--economical"], "--economical is a setting of AdaHessian"),
+        (
+            ["digits", "--optimizer", "adam", "--num-probes", "4"],
+            "--num-probes is a setting of AdaHessian",
+        ),
+        (["digits", "--optimizer", "sgd", "--batch-fraction", "0.5"], "--batch-fraction is a setting of AdaHessian"),
         (["cifar10-resnet-20"], "Perhaps you meant cifar10-resnet20?"),
         ([], "name a task: digits"),
         (["digits", "--betas", "0.9", "1"], "--betas 0.9 1.0: both must be"),
@@ -238,6 +243,12 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 )
 def test_what_is_wrong_is_said(tmp_path, arguments, said):
     assert said in refused(*arguments, *(["--output", str(tmp_path)] if "--data-dir" in arguments else []))
+
+
+def test_what_cannot_begin_leaves_nothing_behind_and_missing_data_is_to_be_fetched(tmp_path):
+    said = refused("cifar10-resnet20", "--data-dir", "nowhere", "--device", "cpu", "--output", str(tmp_path))
+    assert "adahessian fetch cifar10-resnet20 gets the data from its owners, or says how" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_diverges_ends_early_and_says_so(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -45,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Within the try, as it imports for seconds.
         command = _parse(arguments)
         command.run()
+    except BrokenPipeError:
+        # Whoever reads has seen enough. What Python would still write at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("adahessian: stopped", file=sys.stderr)
         sys.exit(130)

@@ -205,3 +205,13 @@ def find_results(paths: Iterable[Path]) -> Iterator[Result]:
 def find_unfinished(paths: Iterable[Path]) -> list[Path]:
     """The folders, among these and in them, of runs that have a checkpoint to go on from."""
     return sorted(file.parent for path in paths if path.is_dir() for file in path.rglob("checkpoint.pt"))
+
+
+def find_notes(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """What is written down of runs in folders, by task: the lines of ``notes.txt`` beside them."""
+    notes: dict[str, list[str]] = {}
+    for path in paths:
+        for file in sorted(path.rglob("notes.txt")) if path.is_dir() else ():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            notes.setdefault(file.parent.name, []).extend(line for line in lines if line.strip())
+    return notes

@@ -46,6 +46,19 @@ _DEMANDS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+# What no other optimizer has.
+OF_ADAHESSIAN = (
+    "block_size",
+    "hessian_power",
+    "averaging",
+    "num_probes",
+    "update_every",
+    "measured_epochs",
+    "batch_fraction",
+    "beta2_per",
+    "tangents",
+)
+
 # On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
 ECONOMICAL = {
     "update_every": 10,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,11 @@ from rich.console import Console
 
 from adahessian.lab.checkpoints import CheckpointError
 from adahessian.lab.data.errors import DataError
+from adahessian.lab.data.sources import source_of
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
-from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES, OptimizerName, SettingsError
+from adahessian.lab.settings import ECONOMICAL, OF_ADAHESSIAN, OPTIMIZER_NAMES, OptimizerName, SettingsError
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, SettingsT
 from adahessian.lab.training import Plan, Precision, StoppedError, train
@@ -106,6 +108,9 @@ class Train(Generic[SettingsT]):
         experiment = experiment_named(self.task)
         name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
         for seed in self.seeds:
+            files = RunFiles(output=self.session.output, task=self.task, name=name, seed=seed)
+            if self.session.resume and not files.checkpoint.exists() and not files.result.exists():
+                console.print(f"nothing to resume at {files.folder}: it begins", highlight=False, soft_wrap=True)
             run_one(experiment, self.optimizer, self.settings, seed, name, self.session, console)
 
 
@@ -146,8 +151,6 @@ def run_one(
     if files.result.exists() and not session.overwrite:
         _pass_over(plan, console)
         return
-    if session.resume and not files.checkpoint.exists():
-        console.print(f"nothing to resume at {files.folder}: it begins", highlight=False, soft_wrap=True)
     _make_folder(files)
     try:
         with LiveWatcher(console) as watcher:
@@ -158,13 +161,22 @@ def run_one(
             return
         raise SystemExit(130) from None
     except (DataError, CheckpointError, UnsuitableOptimizerError, ValueError) as error:
-        raise SystemExit(f"adahessian train: {error}") from error
+        with suppress(OSError):  # a run that has not begun leaves nothing behind
+            files.folder.rmdir()
+            files.folder.parent.rmdir()
+        raise SystemExit(f"adahessian train: {error}{_how_to_get_data(experiment, error)}") from error
     except OSError as error:
         raise SystemExit(
             f"adahessian train: {_in_words(error)}. What was written before is whole: free some space, or mend what is "
             "wrong, and go on with --resume"
         ) from error
     console.print(f"{_came_to(experiment, result)}: {files.result}", highlight=False, soft_wrap=True)
+
+
+def _how_to_get_data(experiment: Experiment[Any], error: Exception) -> str:
+    if not isinstance(error, DataError) or source_of(experiment.name) is None:
+        return ""
+    return f"\nadahessian fetch {experiment.name} gets the data from its owners, or says how"
 
 
 def _pass_over(plan: Plan, console: Console) -> None:
@@ -236,8 +248,12 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
         raise SystemExit(f"adahessian train: {error}") from error
     if (parsed.task, parsed.optimizer) != (default.task, default.optimizer):
         raise SystemExit("adahessian train: name the task first: adahessian train TASK --optimizer NAME ...")
-    if parsed.economical and parsed.optimizer != "adahessian":
-        raise SystemExit(f"adahessian train: --economical is a setting of AdaHessian, not of {parsed.optimizer}")
+    if parsed.optimizer != "adahessian":
+        foreign = [n for n in OF_ADAHESSIAN if getattr(parsed.settings, n) != getattr(default.settings, n)]
+        for name in ["economical"] * parsed.economical + foreign:
+            raise SystemExit(
+                f"adahessian train: --{name.replace('_', '-')} is a setting of AdaHessian, not of {parsed.optimizer}"
+            )
     return parsed
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,13 +28,14 @@ from adahessian.lab.report.wording import (
     section_title,
     under,
 )
-from adahessian.lab.runs import NotARunError, find_results, find_unfinished
+from adahessian.lab.runs import NotARunError, find_notes, find_results, find_unfinished
 
 _INTRODUCTION = (
     "Means over seeds ± the standard deviation of a sample. Runs that diverged are in no mean. The training loss is "
-    "the mean over the last epoch. The time of a step is the median over the epochs but the first, which compiles, and "
-    "is set against runs on the same hardware in the same precision. The numbers of the paper are those of Yao et al., "
-    "“ADAHESSIAN: An Adaptive Second Order Optimizer for Machine Learning”."
+    "the mean over the last epoch. The time of a step, which stands with runs that had their device to themselves, is "
+    "the median over the epochs but the first, which compiles, and is set against runs on the same hardware in the "
+    "same precision. The numbers of the paper are those of Yao et al., “ADAHESSIAN: An Adaptive Second Order Optimizer "
+    "for Machine Learning”."
 )
 
 
@@ -43,7 +44,8 @@ class Report:
     """Tables and curves of finished runs: a Markdown file, pictures, and one page for a browser."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
-    """Files of runs, or folders with some."""
+    """Files of runs, or folders with some.
+    What the lines of a file TASK/notes.txt in a folder say of its runs is in the report too."""
 
     output: Path = Path("report")
     """Folder for report.md, its pictures and index.html."""
@@ -66,7 +68,7 @@ class Report:
         if not runs:
             named = " ".join(map(str, self.runs)) or "nothing"
             raise SystemExit(f"adahessian report: no finished run in {named}; adahessian train makes some")
-        document = make_document(group_runs(runs))
+        document = make_document(group_runs(runs), find_notes(self.runs))
         for section in document.sections:
             console.rule(section.title, align="left")
             for part in section.parts:
@@ -90,18 +92,27 @@ class Report:
             _write_text(self.results_page, markdown(document, f"{Path(there).as_posix()}/"))
 
 
-def make_document(groups: Sequence[Group]) -> Document:
-    """The report of runs: a section for each task, and one more for each number of epochs that is not its own."""
+def make_document(groups: Sequence[Group], notes: Mapping[str, Sequence[str]] | None = None) -> Document:
+    """The report of runs: a section for each task, and one more for each number of epochs that is not its own.
+
+    Args:
+        groups: The runs.
+        notes: By task, what its runs do not say of themselves.
+    """
     sections: list[Section] = []
     for _, members in groupby(groups, key=lambda group: group.experiment.name):
         of_task = list(members)
+        about_runs = (notes or {}).get(of_task[0].experiment.name, ())
         budgets = [list(of_budget) for _, of_budget in groupby(of_task, key=lambda group: group.budget)]
-        sections += [_section(of_budget, of_task, with_notes=of_budget is budgets[0]) for of_budget in budgets]
+        first, *others = budgets
+        sections.append(_section(first, of_task, of_task[0].experiment.notes, about_runs))
+        sections += [_section(of_budget, of_task) for of_budget in others]
     return Document(title="Runs of adahessian", introduction=_INTRODUCTION, sections=sections)
 
 
-def _section(groups: list[Group], of_task: list[Group], *, with_notes: bool) -> Section:
-    experiment = groups[0].experiment
+def _section(
+    groups: list[Group], of_task: list[Group], about_task: Sequence[str] = (), about_runs: Sequence[str] = ()
+) -> Section:
     parts: list[Part] = []
     of_all = [] if differ_in_conditions(groups) else [f"All {under(groups[0].conditions)}."]
     said = {*groups[0].distinctive, "epochs"}
@@ -116,8 +127,10 @@ def _section(groups: list[Group], of_task: list[Group], *, with_notes: bool) -> 
     if any(len(run.epochs) == 1 and not run.shared for group in groups for run in group.finished):
         parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))
     parts += task_pictures(groups)
-    if experiment.notes and with_notes:
-        parts.append(Details(heading="What to know of the task", lines=experiment.notes))
+    if about_runs:
+        parts.append(Details(heading="What to know of these runs", lines=about_runs))
+    if about_task:
+        parts.append(Details(heading="What to know of the task", lines=about_task))
     parts.append(Details(heading="Where the numbers come from", lines=origins(groups)))
     return Section(title=section_title(groups[0]), anchor=section_anchor(groups[0]), parts=parts)
 
