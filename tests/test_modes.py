@@ -145,7 +145,7 @@ def test_a_pass_that_is_not_small_takes_no_memory_of_its_own(device, monkeypatch
         optimizer = AdaHessian(model.parameters(), lr=1e-6, update_every=update_every)
         optimizer.feed_curvature({param: torch.ones_like(param) for param in model.parameters()})
         optimizer.step()  # the first step is always due: fed by hand, it leaves no graph behind
-        curvature = Curvature(model, lambda m, b: m(b).square().mean(), optimizer, compile=False, batch_fraction=0.25)
+        curvature = Curvature(model, lambda m, b: m(b).square().mean(), optimizer, compile=False, batch_fraction=0.5)
         step = CapturedStep(curvature)
         gc.collect()  # steps refer to their graphs and these to the step
         torch.cuda.empty_cache()
@@ -157,7 +157,8 @@ def test_a_pass_that_is_not_small_takes_no_memory_of_its_own(device, monkeypatch
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved() - before
 
-    assert reserved(2) < 1.1 * reserved(1000)
+    # With memory of its own it would take half as much again.
+    assert reserved(2) < 1.25 * reserved(1000)
 
 
 @pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])
