@@ -135,6 +135,25 @@ def test_graphs_in_the_same_memory(device, fraction, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])
+def test_a_capture_that_fails_leaves_graphs_of_other_batches_alone(device, said):
+    """Waiting for the device ends a capture, and torch's books of its memory with it."""
+
+    def loss_fn(model, batch):
+        if len(batch[0]) == 6:
+            torch.cuda.synchronize()
+        return BATCH_NORM.loss(model, batch)
+
+    model, (x, y), optimizer = on(device, BATCH_NORM)
+    step = CapturedStep(Curvature(model, loss_fn, optimizer, compile=False, batch_fraction=0.5))
+    for size in (len(x), 6, 4):
+        for _ in range(12):
+            step((x[:size], y[:size]))
+    assert sum("the step is not captured" in message for message in said.messages) == 1
+    assert sum(graphs is not None for graphs in step._graphs.values()) == 2
+    step((x, y))
+
+
+@pytest.mark.parametrize("device", [device for device in DEVICES if device == "cuda"])
 def test_a_pass_that_is_not_small_takes_no_memory_of_its_own(device, monkeypatch):
     monkeypatch.setattr(captured, "_SMALL", -1)
     torch.manual_seed(0)
