@@ -317,15 +317,15 @@ def test_another_kind_of_batch_is_not_compiled_for_until_it_has_come_often():
         compiled.append((len(batch[0]), torch.compiler.is_compiling()))
         return MLP.loss(model, batch)
 
-    _, _, curvature = made(MLP, loss_fn, compile=True, update_every=100)
+    _, _, curvature = made(MLP, loss_fn, compile=True, update_every=1000)
     step = CapturedStep(curvature)
     x, y = MLP.batch()
     step((x, y))
     step((x, y))
     compiled.clear()
-    for _ in range(9):
+    for _ in range(299):
         step((x[:5], y[:5]))
-    assert compiled == [(5, False)] * 9
+    assert compiled == [(5, False)] * 299
     compiled.clear()
     step((x[:5], y[:5]))
     assert (5, True) in compiled

@@ -484,7 +484,9 @@ class AdaHessian(Optimizer):
                 [state["hessian_age"] for state, _ in measured],
                 [state["dropped"] for state, _ in measured],
                 [estimate for _, estimate in measured],
-                [state["hessian_age"] + 1 if per_measurement else state["step"] for state, _ in measured],
+                list(torch._foreach_add([state["hessian_age"] for state, _ in measured], 1))
+                if per_measurement
+                else [state["step"] for state, _ in measured],
                 beta2=beta2,
             )
         params = [part.here[i] for i in part.plain]

@@ -69,8 +69,7 @@ def update_hessian_rms(
             [part.view_as(hessian_rms[i]) for i, part in zip(chosen, parts, strict=True)],
         )
         torch._foreach_copy_([hessian_ages[i] for i in chosen], _parted(torch.where(accepted, aged, ages)))
-        for i, flag in zip(chosen, _parted(not_finite), strict=True):
-            dropped[i].add_(flag)
+        torch._foreach_add_([dropped[i] for i in chosen], _parted(not_finite.to(dropped[chosen[0]].dtype)))
 
 
 def _folded(hessian_rms: Tensor, values: Tensor, weight: Tensor, accepted: Tensor) -> Tensor:

@@ -50,9 +50,12 @@ def hessian_diagonal(
     curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
     outputs = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
     diagonal = [
-        None if gradient is None else torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
+        None if gradient is None else torch.empty_like(parameter, dtype=accumulation_dtype(parameter.dtype))
         for gradient, parameter in zip(gradients, parameters, strict=True)
     ]
+    # Lists at a time here and below: on a GPU each launch counts.
+    if totals := [total for total in diagonal if total is not None]:
+        torch._foreach_zero_(totals)
     if not curved:
         return diagonal
     inputs = [parameters[i] for i in curved]
@@ -60,10 +63,18 @@ def hessian_diagonal(
         drawn = draw(probe)
         signs = [drawn[i] for i in curved]
         products = hessian_vector_product(outputs, inputs, signs, retain_graph=probe + 1 < num_probes)
-        for i, sign, product in zip(curved, signs, products, strict=True):
-            total = diagonal[i]
-            if product is not None and total is not None:
-                as_reals(total).addcmul_(as_reals(sign), as_reals(product), value=1 / num_probes)
+        found = [
+            (total, sign, product)
+            for total, sign, product in zip((diagonal[i] for i in curved), signs, products, strict=True)
+            if total is not None and product is not None
+        ]
+        if found:
+            torch._foreach_addcmul_(
+                [as_reals(total) for total, _, _ in found],
+                [as_reals(sign) for _, sign, _ in found],
+                [as_reals(product) for _, _, product in found],
+                value=1 / num_probes,
+            )
     return diagonal
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -35,7 +35,9 @@ def model_untouched(model: nn.Module) -> Iterator[None]:
     params = list(model.parameters())
     gradients = [param.grad for param in params]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    copies: dict[Tensor, Tensor] = {}
+    originals_once = list(dict.fromkeys(each for _, own in buffers for each in own.values() if each is not None))
+    # Once for each tensor: what modules share, they go on sharing.
+    copies = dict(zip(originals_once, _clones(originals_once), strict=True))
     with hooks_silenced(params):
         try:
             for param in params:
@@ -43,8 +45,7 @@ def model_untouched(model: nn.Module) -> Iterator[None]:
             for module, originals in buffers:
                 for name, buffer in originals.items():
                     if buffer is not None:
-                        # Once for each tensor: what modules share, they go on sharing.
-                        module._buffers[name] = copies.setdefault(buffer, buffer.clone())
+                        module._buffers[name] = copies[buffer]
             yield
         finally:
             for module, originals in buffers:
@@ -84,10 +85,23 @@ def buffers_kept_on_success(model: nn.Module) -> Iterator[None]:
         raise
 
 
+@torch.no_grad()
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, a list at a time: on a GPU each launch counts."""
+    clones = [torch.empty_like(tensor) for tensor in tensors]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(i)
+    for members in alike.values():
+        torch._foreach_copy_([clones[i] for i in members], [tensors[i] for i in members])
+    return clones
+
+
 def _remember_buffers(model: nn.Module) -> Callable[[], None]:
     """Returns what brings the buffers back: the tensors, which modules may replace by others, and their values."""
     tensors = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = list(model.buffers())
+    values = list(zip(buffers, _clones(buffers), strict=True))
 
     @torch.no_grad()
     def put_back() -> None:
