@@ -124,11 +124,10 @@ def _section(
     parts.append(task_table(groups, of_task))
     if any(is_economical(group.changed) for group in groups):
         parts.append(Paragraph(ECONOMICAL_IN_WORDS))
+    parts += map(Paragraph, about_runs)
     if any(len(run.epochs) == 1 and not run.shared for group in groups for run in group.finished):
         parts.append(Paragraph("Where a run has one epoch only, the time of its steps includes that of compiling."))
     parts += task_pictures(groups)
-    if about_runs:
-        parts.append(Details(heading="What to know of these runs", lines=about_runs))
     if about_task:
         parts.append(Details(heading="What to know of the task", lines=about_task))
     parts.append(Details(heading="Where the numbers come from", lines=origins(groups)))
