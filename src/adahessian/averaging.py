@@ -108,7 +108,8 @@ class Blocks:
 
     def _values(self, diagonal: Tensor, gradient: Tensor | None, averaging: Averaging) -> Tensor:
         values = self.average(diagonal, averaging).abs()
-        if gradient is None:
+        # Of a curvature that is not 0 the gradient need not be asked; on a CPU finding out costs less than asking.
+        if gradient is None or (values.device.type == "cpu" and values.all()):
             return values
         touched = self._over_blocks(diagonal.ne(0).logical_or_(gradient.ne(0)), torch.any)
         return values.masked_fill(touched.logical_not_(), UNTOUCHED)

@@ -1,13 +1,27 @@
-"""Batch norm in plain operations: the same values, derivatives and running statistics as torch's own."""
+"""Batch norm, in plain operations and written out: the same values, derivatives and statistics as torch's own."""
 
 import pytest
 import torch
 from torch import nn
 from torch.func import grad, jvp
+from torch.utils.checkpoint import checkpoint
 
 from adahessian import AdaHessian, Curvature
 from adahessian.curvature import batch_norm as module
-from adahessian.curvature.batch_norm import PlainBatchNorm, batch_norm
+from adahessian.curvature import eager_batch_norm
+from adahessian.curvature.batch_norm import by_batch
+from adahessian.curvature.replaced import Replaced, replaced_by_name
+
+
+def in_plain_operations():
+    return Replaced({module.TORCHS_OWN: module.batch_norm})
+
+
+def in_written_out_form():
+    return replaced_by_name([(nn.functional, "batch_norm", eager_batch_norm.batch_norm)])
+
+
+each_way = pytest.mark.parametrize("replacement", [in_plain_operations, in_written_out_form])
 
 
 def inputs(shape, dtype=torch.float64, offset=3.0, seed=0):
@@ -19,7 +33,7 @@ def inputs(shape, dtype=torch.float64, offset=3.0, seed=0):
 
 
 def plain(x, weight, bias, eps):
-    return batch_norm(x, weight, bias, eps)[0]
+    return by_batch(x, weight, bias, eps)[0]
 
 
 def own(x, weight, bias, eps):
@@ -54,30 +68,34 @@ def test_a_large_mean_costs_no_digits(seed):
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.3}, {"momentum": None}, {"track_running_stats": False}])
-def test_running_statistics_and_evaluation_are_those_of_torch(settings):
+@each_way
+def test_running_statistics_and_evaluation_are_those_of_torch(replacement, settings):
     plain, usual = (nn.BatchNorm2d(3, dtype=torch.float64, **settings) for _ in range(2))
     for seed in range(3):
         x, *_ = inputs((8, 3, 2, 2), seed=seed)
-        with PlainBatchNorm():
+        with replacement():
             outputs = [plain.train()(x), plain.eval()(x)]
         torch.testing.assert_close(outputs, [usual.train()(x), usual.eval()(x)])
         torch.testing.assert_close(plain.state_dict(), usual.state_dict())
 
 
-def test_what_torch_refuses_is_refused():
-    with PlainBatchNorm(), pytest.raises(ValueError, match="more than 1 value per channel"):
+@each_way
+def test_what_torch_refuses_is_refused(replacement):
+    with replacement(), pytest.raises(ValueError, match="more than 1 value per channel"):
         nn.BatchNorm1d(3)(torch.ones(1, 3))
 
 
-def test_no_values_at_all_are_left_to_torch():
+@each_way
+def test_no_values_at_all_are_left_to_torch(replacement):
     weight = torch.ones(3, requires_grad=True)
-    with PlainBatchNorm():
+    with replacement():
         nn.functional.batch_norm(torch.ones(0, 3, 2), None, None, weight, None, training=True).sum().backward()
     assert weight.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_weight_that_does_not_fit_is_refused():
-    with PlainBatchNorm(), pytest.raises(RuntimeError, match="weight should contain 3 elements"):
+@each_way
+def test_a_weight_that_does_not_fit_is_refused(replacement):
+    with replacement(), pytest.raises(RuntimeError, match="weight should contain 3 elements"):
         nn.functional.batch_norm(torch.randn(8, 3), None, None, torch.ones(1), None, training=True)
 
 
@@ -85,7 +103,90 @@ def test_a_weight_that_does_not_fit_is_refused():
 def test_the_compiled_pass_computes_by_it_and_is_compared_with_it(quick_compiler, monkeypatch, said, dropout):
     """If it were wrong, the comparison with double backward would tell."""
     for factor, is_compiled in ((1.0, True), (1.3, False)):
-        monkeypatch.setattr(module, "batch_norm", lambda *args, by=factor: (by * plain(*args), *batch_norm(*args)[1:]))
+        monkeypatch.setattr(module, "by_batch", lambda *args, by=factor: (by * plain(*args), *by_batch(*args)[1:]))
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 2))
         curvature = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters()), compile=True)
         assert curvature.engine.choice(torch.randn(16, 4)).is_compiled is is_compiled, said.messages
+
+
+# Written out ---------------------------------------------------------------------------------------------------------
+
+
+def twice(function, values, eps=1e-3):
+    """Loss, gradient and Hessian-vector product by double backward, of a loss that bends and weighs all elements."""
+    values = [each.detach().requires_grad_() for each in values]
+    along = [torch.cos(torch.arange(each.numel(), dtype=each.dtype)).view_as(each) for each in values]
+    output = function(*values, eps)
+    loss = (output.sin().square() * torch.arange(output.numel()).view_as(output)).sum()
+    gradients = torch.autograd.grad(loss, values, create_graph=True)
+    return loss, gradients, torch.autograd.grad(gradients, values, along)
+
+
+def written_out(x, weight, bias, eps):
+    output = eager_batch_norm.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    assert "_BatchNorm" in output.grad_fn.name()
+    return output
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 3)])
+def test_written_out_it_has_torchs_derivatives(shape):
+    values = inputs(shape)
+    torch.testing.assert_close(twice(written_out, values), twice(own, values))
+
+
+def test_written_out_with_channels_last():
+    x, weight, bias = inputs((4, 3, 5, 2))
+    values = x.to(memory_format=torch.channels_last), weight, bias
+    torch.testing.assert_close(twice(written_out, values), twice(own, values))
+
+
+def test_written_out_where_a_scale_is_zero():
+    """As at the end of the blocks of many ResNets."""
+    x, _, bias = inputs((4, 3, 5))
+    values = x, torch.tensor([0.0, 1.0, 0.0], dtype=x.dtype), bias
+    torch.testing.assert_close(twice(written_out, values), twice(own, values))
+
+
+def test_written_out_a_large_mean_costs_no_digits():
+    values = inputs((64, 3, 4, 4), torch.float32, offset=1e3)
+    exact = twice(own, [each.double() for each in values])[2]
+    for ours, torchs, wanted in zip(twice(written_out, values)[2], twice(own, values)[2], exact, strict=True):
+        assert (ours - wanted).norm() < 2 * (torchs - wanted).norm()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, b: eager_batch_norm.batch_norm(x, torch.zeros(3), torch.ones(3), w, b, training=False),
+        lambda x, w, b: eager_batch_norm.batch_norm(x, None, None, None, None, training=True),
+        lambda x, w, b: eager_batch_norm.batch_norm(x.bfloat16(), None, None, w, b, training=True),
+        lambda x, w, b: torch.func.vmap(lambda y: eager_batch_norm.batch_norm(y, None, None, w, b, training=True))(
+            x.expand(2, *x.shape)
+        ),
+    ],
+    ids=["evaluation", "no scale", "low precision", "transformed"],
+)
+def test_the_rest_is_torchs_own(call):
+    output = call(*(each.requires_grad_() for each in inputs((8, 3), torch.float32)))
+    assert "_BatchNorm" not in output.grad_fn.name()
+
+
+def test_checkpointed_layers_are_recomputed_by_it():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    found = []
+    for forward in (layers, lambda x: checkpoint(layers, x, use_reentrant=False)):
+        optimizer = AdaHessian(layers.parameters())
+        curvature = Curvature(layers, lambda m, x, forward=forward: forward(x).square().mean(), optimizer)
+        assert curvature.measure(torch.linspace(-1, 1, 64).view(16, 4))
+        found.append([estimate.values for estimate in optimizer._measurement.values()])
+    torch.testing.assert_close(*found)
+
+
+def test_double_backward_computes_by_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(eager_batch_norm, "are_plain", lambda *tensors: bool(calls.append(tensors)))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    curvature = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters()))
+    assert curvature.measure(torch.randn(16, 4))
+    assert len(calls) == 1

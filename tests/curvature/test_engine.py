@@ -459,7 +459,7 @@ def test_where_double_backward_does_not_fit_into_memory_it_measures_without_a_ch
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(agreement, "double_backward", lambda problem: out_of_memory)
+    monkeypatch.setattr(agreement, "double_backward", lambda problem, **settings: out_of_memory)
     found = measured(MLP.model(), MLP.loss, MLP.batch(), product="forward_over_reverse")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert said.messages[1:] == [

@@ -1,4 +1,4 @@
-"""The check of a product against double backward, once, on the batch that it is first used on.
+"""The check of a product against torch's double backward, once, on the batch that it is first used on.
 
 Some versions of torch return wrong second derivatives for some operations without a word.
 """
@@ -57,7 +57,7 @@ def reference(problem: Problem, part: object) -> Reference | None:
     try:
         with problem.random_streams_untouched():
             before = _random_states(problem.model)
-            found = double_backward(problem)(part, problem.draw, False)
+            found = double_backward(problem, written_out=False)(part, problem.draw, False)
             is_random = before != _random_states(problem.model)
     except torch.OutOfMemoryError:
         say("the curvature is not compared with that by double backward, which does not fit into memory")
@@ -89,7 +89,7 @@ def agreement(
     if expected.is_random:
         with problem.random_streams_untouched(), _without_dropout(problem.model):
             before = _random_states(problem.model)
-            diagonal = double_backward(problem)(part, problem.draw, False).diagonal
+            diagonal = double_backward(problem, written_out=False)(part, problem.draw, False).diagonal
             found = way(part, problem.draw, False)
             if before != _random_states(problem.model):
                 return "not compared with double backward, as the loss is random even without dropout"

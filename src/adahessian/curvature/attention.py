@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from adahessian.curvature.replaced import Replaced
 
 _FUSED = F.scaled_dot_product_attention
 
@@ -20,25 +20,11 @@ _FUSED = F.scaled_dot_product_attention
 def plain_attention() -> Iterator[None]:
     """Inside, attention is computed by :func:`attention`, whichever name it is called by.
 
-    Modes are off inside ``F.multi_head_attention_forward``, which looks the function up by its name.
+    Torch's own math kernel mixes dtypes when ``torch.func`` differentiates it under autocast. Modes are off inside
+    ``F.multi_head_attention_forward``, which looks the function up by its name.
     """
-    with PlainAttention(), patch.object(F, "scaled_dot_product_attention", attention):
+    with Replaced({_FUSED: attention}), patch.object(F, "scaled_dot_product_attention", attention):
         yield
-
-
-class PlainAttention(TorchFunctionMode):
-    """Inside, ``scaled_dot_product_attention`` is computed by :func:`attention`.
-
-    Torch's own math kernel mixes dtypes when ``torch.func`` differentiates it under autocast.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Pass every other function on."""
-        if func is _FUSED:
-            return attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def attention(

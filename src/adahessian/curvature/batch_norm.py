@@ -7,30 +7,14 @@ forward pass and one in the backward pass, each together with that of its tangen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-_TORCHS_OWN = functional.batch_norm
-
-
-class PlainBatchNorm(TorchFunctionMode):
-    """Inside, batch norm in training is computed by :func:`batch_norm`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Pass every other function on."""
-        if func is _TORCHS_OWN:
-            return _batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+TORCHS_OWN = functional.batch_norm
 
 
-def _batch_norm(
+def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -40,13 +24,14 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    """``torch.nn.functional.batch_norm``, in training by :func:`by_batch`."""
     channels = input.shape[1] if input.dim() > 1 else 0
     values = input.numel() // channels if channels else 0
     fits = all(each is None or each.shape == (channels,) for each in (running_mean, running_var, weight, bias))
     if not training or values < 2 or not fits:
         # What it refuses, it refuses in its own words.
-        return _TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    output, mean, variance = batch_norm(input, weight, bias, eps)
+        return TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    output, mean, variance = by_batch(input, weight, bias, eps)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -56,7 +41,7 @@ def _batch_norm(
     return output
 
 
-def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def by_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     r"""Batch norm with the statistics of the batch, and these: mean and variance, as constants.
 
     With :math:`s` the mean of the batch, as rounded, and taken for a constant, none of the following depends on it, nor

@@ -49,33 +49,39 @@ def hessian_diagonal(
         refuse_sparse(gradient)
     curved = [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad]
     outputs = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
-    diagonal = [
-        None if gradient is None else torch.empty_like(parameter, dtype=accumulation_dtype(parameter.dtype))
-        for gradient, parameter in zip(gradients, parameters, strict=True)
-    ]
-    # Lists at a time here and below: on a GPU each launch counts.
-    if totals := [total for total in diagonal if total is not None]:
-        torch._foreach_zero_(totals)
-    if not curved:
-        return diagonal
     inputs = [parameters[i] for i in curved]
-    for probe in range(num_probes):
-        drawn = draw(probe)
-        signs = [drawn[i] for i in curved]
-        products = hessian_vector_product(outputs, inputs, signs, retain_graph=probe + 1 < num_probes)
-        found = [
-            (total, sign, product)
-            for total, sign, product in zip((diagonal[i] for i in curved), signs, products, strict=True)
-            if total is not None and product is not None
-        ]
-        if found:
-            torch._foreach_addcmul_(
-                [as_reals(total) for total, _, _ in found],
-                [as_reals(sign) for _, sign, _ in found],
-                [as_reals(product) for _, _, product in found],
-                value=1 / num_probes,
-            )
-    return diagonal
+    sums: dict[int, Tensor] = {}
+    for probe in range(num_probes if curved else 0):
+        signs = draw(probe)
+        products = hessian_vector_product(
+            outputs, inputs, [signs[i] for i in curved], retain_graph=probe + 1 < num_probes
+        )
+        found = {i: product for i, product in zip(curved, products, strict=True) if product is not None}
+        if not found:
+            continue
+        # Lists at a time: on a GPU each launch counts.
+        terms = torch._foreach_mul(
+            [as_reals(product.to(accumulation_dtype(product.dtype))) for product in found.values()],
+            [as_reals(signs[i]) for i in found],
+        )
+        if sums:
+            torch._foreach_add_([sums[i] for i in found], terms)
+        else:
+            sums = dict(zip(found, terms, strict=True))
+    if num_probes > 1 and sums:
+        torch._foreach_div_(list(sums.values()), num_probes)
+    return [
+        None if gradient is None else _as_before(sums[i], parameter) if i in sums else _zeros(parameter)
+        for i, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True))
+    ]
+
+
+def _as_before(reals: Tensor, parameter: Tensor) -> Tensor:
+    return torch.complex(*reals) if parameter.is_complex() else reals
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype))
 
 
 def refuse_sparse(gradient: Tensor | None) -> None:

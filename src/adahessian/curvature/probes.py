@@ -54,8 +54,8 @@ def rademacher(
         chunk = flat[first : first + _CHUNK]
         words = -(-chunk.numel() // _BITS)
         counter = torch.arange(first // _BITS + 1, first // _BITS + words + 1, dtype=torch.int64, device=device)
-        chunk.copy_(_bits(counter.mul_(as_int64(_GOLDEN)).add_(start))[: chunk.numel()])
-    return signs.mul_(2).sub_(1)
+        chunk.copy_(_signs(counter.mul_(as_int64(_GOLDEN)).add_(start), dtype)[: chunk.numel()])
+    return signs
 
 
 def rademacher_like(parameters: Sequence[Tensor], keys: Sequence[ProbeKey], probe: int) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _in_one_stream(parameters: Sequence[Tensor], keys: Sequence[ProbeKey], probe
     firsts = ends - words
     table = torch.stack([firsts, torch.tensor(starts)]).to(device).repeat_interleave(words.to(device), dim=1)
     counter = torch.arange(1, table.shape[1] + 1, dtype=torch.int64, device=device) - table[0]
-    flat = _bits(counter.mul_(as_int64(_GOLDEN)).add_(table[1])).to(parameters[0].dtype).mul_(2).sub_(1)
+    flat = _signs(counter.mul_(as_int64(_GOLDEN)).add_(table[1]), parameters[0].dtype)
     return [
         flat[_BITS * first : _BITS * first + parameter.numel()].view(parameter.shape)
         for first, parameter in zip(firsts.tolist(), parameters, strict=True)
@@ -121,15 +121,21 @@ def _finalize_int(x: int) -> int:
     return x ^ (x >> _LAST_SHIFT)
 
 
-def _bits(x: Tensor) -> Tensor:
-    """The bits of the words that belong to these counters, one a byte. The counters are overwritten."""
+def _signs(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The signs that belong to the words of these counters. The counters are overwritten."""
     for shift, factor in _FINALIZER:
         x.bitwise_xor_(_shift_right(x, shift)).mul_(as_int64(factor))
     x.bitwise_xor_(_shift_right(x, _LAST_SHIFT))
-    # Eight bytes a word and then eight bits a byte: the long dimension is handled in the narrowest type.
-    places = torch.arange(8, dtype=torch.int64, device=x.device)
-    octets = (x.unsqueeze(-1) >> (8 * places)).bitwise_and_(255).to(torch.uint8)
-    return (octets.unsqueeze(-1) >> places.to(torch.uint8)).bitwise_and_(1).view(-1)
+    # Eight bytes a word, and eight signs a byte at once: few operations handle what is long.
+    octets = (x.unsqueeze(-1) >> 8 * torch.arange(8, device=x.device)).bitwise_and_(255)
+    return _signs_of_bytes(dtype, x.device).index_select(0, octets.view(-1)).view(-1)
+
+
+@lru_cache(maxsize=16)
+def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A row of eight for each byte, from its lowest bit."""
+    bits = torch.arange(256, device=device).unsqueeze(-1) >> torch.arange(8, device=device)
+    return bits.bitwise_and_(1).mul_(2).sub_(1).to(dtype)
 
 
 def _shift_right(x: Tensor, shift: int) -> Tensor:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from adahessian.curvature import batch_norm, eager_batch_norm, eager_lstm
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
-from adahessian.curvature.batch_norm import PlainBatchNorm
 from adahessian.curvature.batches import signature
 from adahessian.curvature.compilation import Compiled
 from adahessian.curvature.errors import CurvatureError, explained
@@ -27,11 +28,15 @@ from adahessian.curvature.isolation import (
     model_untouched,
     random_streams_untouched,
 )
+from adahessian.curvature.replaced import Replaced, replaced_by_name
 from adahessian.sharding import whole_parameters
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
     from adahessian.sparse import DenseAndSparse
+
+# What torch differentiates twice by many small operations.
+_WRITTEN_OUT = ((F, "batch_norm", eager_batch_norm.batch_norm), (torch._VF, "lstm", eager_lstm.lstm))
 
 # The probes, by number.
 Draw = Callable[[int], Sequence[Tensor]]
@@ -90,8 +95,13 @@ class Problem:
         return random_streams_untouched(devices_of(self.model))
 
 
-def double_backward(problem: Problem) -> Way:
-    """On the model itself, as it is: the way that always works."""
+def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
+    """On the model itself, as it is: the way that always works.
+
+    Args:
+        problem: The loss.
+        written_out: Whether batch norm and LSTMs have their second derivatives written out, and not by torch.
+    """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
         with ExitStack() as stack:
@@ -100,6 +110,8 @@ def double_backward(problem: Problem) -> Way:
             stack.enter_context(
                 buffers_kept_on_success(problem.model) if keep_buffers else model_untouched(problem.model)
             )
+            if written_out:
+                stack.enter_context(replaced_by_name(_WRITTEN_OUT))
             loss = problem.loss_fn(problem.model, part)
             _check(loss)
             params = problem.parameters
@@ -180,7 +192,7 @@ def functional(problem: Problem, function: Compiled, *, compiled: bool, plain_ba
             torch.no_grad(),
             twice_differentiable(problem.model, compiled=compiled),
             plain_attention(),
-            PlainBatchNorm() if plain_batch_norm else nullcontext(),
+            Replaced({batch_norm.TORCHS_OWN: batch_norm.batch_norm}) if plain_batch_norm else nullcontext(),
         ):
             others = []
             for probe in range(1, probes):
