@@ -76,6 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         from adahessian.lab.fetch import Fetch
         from adahessian.lab.lr_guide import StudyLr
         from adahessian.lab.paper.command import Paper
+        from adahessian.lab.queue import Queue
         from adahessian.lab.report.command import Report
         from adahessian.lab.settings import Settings
         from adahessian.lab.study import Study
@@ -93,6 +94,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         "tasks": Tasks,
         "train": Train[Settings],
         "study": Study[Settings],
+        "queue": Queue,
         "report": Report,
         "paper": Paper,
         "fetch": Fetch,
