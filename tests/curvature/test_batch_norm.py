@@ -1,7 +1,12 @@
 """Batch norm, in plain operations and written out: the same values, derivatives and statistics as torch's own."""
 
+import threading
+from contextlib import suppress
+from functools import partial
+
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.func import grad, jvp
 from torch.utils.checkpoint import checkpoint
@@ -11,6 +16,13 @@ from adahessian.curvature import batch_norm as module
 from adahessian.curvature import eager_batch_norm
 from adahessian.curvature.batch_norm import by_batch
 from adahessian.curvature.replaced import Replaced, replaced_by_name
+from adahessian.curvature.ways import Problem, double_backward
+from adahessian.curvature.written_out import Pass
+
+# As in a pass that asks for no gradient but its own.
+AT_GRADIENT = Pass()
+AT_GRADIENT.is_at_gradient = True
+written_out_batch_norm = partial(eager_batch_norm.batch_norm, AT_GRADIENT)
 
 
 def in_plain_operations():
@@ -18,7 +30,7 @@ def in_plain_operations():
 
 
 def in_written_out_form():
-    return replaced_by_name([(nn.functional, "batch_norm", eager_batch_norm.batch_norm)])
+    return replaced_by_name([(nn.functional, "batch_norm", written_out_batch_norm)])
 
 
 each_way = pytest.mark.parametrize("replacement", [in_plain_operations, in_written_out_form])
@@ -123,7 +135,7 @@ def twice(function, values, eps=1e-3):
 
 
 def written_out(x, weight, bias, eps):
-    output = eager_batch_norm.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    output = written_out_batch_norm(x, None, None, weight, bias, training=True, eps=eps)
     assert "_BatchNorm" in output.grad_fn.name()
     return output
 
@@ -157,10 +169,10 @@ def test_written_out_a_large_mean_costs_no_digits():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, w, b: eager_batch_norm.batch_norm(x, torch.zeros(3), torch.ones(3), w, b, training=False),
-        lambda x, w, b: eager_batch_norm.batch_norm(x, None, None, None, None, training=True),
-        lambda x, w, b: eager_batch_norm.batch_norm(x.bfloat16(), None, None, w, b, training=True),
-        lambda x, w, b: torch.func.vmap(lambda y: eager_batch_norm.batch_norm(y, None, None, w, b, training=True))(
+        lambda x, w, b: written_out_batch_norm(x, torch.zeros(3), torch.ones(3), w, b, training=False),
+        lambda x, w, b: written_out_batch_norm(x, None, None, None, None, training=True),
+        lambda x, w, b: written_out_batch_norm(x.bfloat16(), None, None, w, b, training=True),
+        lambda x, w, b: torch.func.vmap(lambda y: written_out_batch_norm(y, None, None, w, b, training=True))(
             x.expand(2, *x.shape)
         ),
     ],
@@ -183,10 +195,89 @@ def test_checkpointed_layers_are_recomputed_by_it():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("settings", [{"eps": 0.0}, {"eps": -1.0}])
+def test_arguments_that_torch_refuses_are_refused(settings):
+    with pytest.raises(ValueError, match="eps must be positive"):
+        written_out_batch_norm(torch.randn(8, 3), None, None, torch.ones(3), torch.zeros(3), training=True, **settings)
+
+
+def test_a_gradient_within_the_loss_can_be_differentiated_twice_more():
+    """As in a gradient penalty. What is written out cannot."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def loss(model, x):
+        x = x.detach().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.square().mean() + slope.square().mean()
+
+    found = []
+    for written_out in (True, False):
+        problem = Problem(model, loss, AdaHessian(model.parameters()))
+        x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(16, 4)
+        found.append(double_backward(problem, written_out=written_out)(x, problem.draw, False))
+    torch.testing.assert_close(*found)
+
+
+def test_forward_differentiation_within_the_loss():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(model, x):
+        with fwAD.dual_level():
+            return fwAD.unpack_dual(model(fwAD.make_dual(x, torch.ones_like(x)))).tangent.square().mean()
+
+    assert Curvature(model, loss, AdaHessian(model.parameters())).measure(torch.randn(16, 4))
+
+
+def model_with_batch_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
 def test_double_backward_computes_by_it(monkeypatch):
     calls = []
     monkeypatch.setattr(eager_batch_norm, "are_plain", lambda *tensors: bool(calls.append(tensors)))
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    curvature = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters()))
+    model = model_with_batch_norm()
+    optimizer = AdaHessian(model.parameters())
+    curvature = Curvature(model, lambda m, x: m(x).square().mean(), optimizer)
     assert curvature.measure(torch.randn(16, 4))
-    assert len(calls) == 1
+    assert len(calls) == 2  # once to be compared with torch's
+    optimizer._measurement = None
+    assert curvature.measure(torch.randn(16, 4))
+    assert len(calls) == 3
+
+
+def test_if_it_were_wrong_torchs_own_would_be_taken(monkeypatch, said):
+    right = eager_batch_norm._native_gradient
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(16, 4)
+    found = []
+    for factor in (1.0, 1.3):
+        monkeypatch.setattr(
+            eager_batch_norm,
+            "_native_gradient",
+            lambda *args, by=factor: [None if each is None else by * each for each in right(*args)],
+        )
+        model = model_with_batch_norm().double()
+        optimizer = AdaHessian(model.parameters())
+        Curvature(model, lambda m, x: m(x).square().mean(), optimizer).measure(x)
+        found.append([estimate.values for estimate in optimizer._measurement.values()])
+        assert any("left to torch" in message for message in said.messages) is (factor != 1)
+    torch.testing.assert_close(*found)
+
+
+def test_threads_leave_torchs_functions_as_they_were():
+    before = nn.functional.batch_norm
+    inside = threading.Barrier(2, timeout=0.2)
+
+    def enter():
+        with in_written_out_form(), suppress(threading.BrokenBarrierError):
+            inside.wait()  # the other one cannot come, being outside
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside.broken
+    assert nn.functional.batch_norm is before

@@ -1,6 +1,7 @@
 """LSTMs written out: the same values and derivatives as torch's own."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,13 @@ from adahessian import AdaHessian, Curvature
 from adahessian.curvature import eager_lstm
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.replaced import replaced_by_name
+from adahessian.curvature.ways import Problem, double_backward
+from adahessian.curvature.written_out import Pass
 
-WRITTEN_OUT = [(torch._VF, "lstm", eager_lstm.lstm)]
+# As in a pass that asks for no gradient but its own.
+AT_GRADIENT = Pass()
+AT_GRADIENT.is_at_gradient = True
+WRITTEN_OUT = [(torch._VF, "lstm", partial(eager_lstm.lstm, AT_GRADIENT))]
 STEPS, BATCH, INPUTS, HIDDEN = 5, 2, 3, 4
 
 
@@ -140,3 +146,94 @@ def test_a_state_that_does_not_fit_is_refused_in_torchs_words(shapes):
     h, c = (torch.zeros(layers, BATCH, HIDDEN) for layers in shapes)
     with replaced_by_name(WRITTEN_OUT), pytest.raises(RuntimeError, match="hidden"):
         nn.LSTM(INPUTS, HIDDEN)(torch.randn(STEPS, BATCH, INPUTS), (h, c))
+
+
+def test_states_for_more_layers_than_there_are_are_refused():
+    model = nn.LSTM(INPUTS, HIDDEN)
+    state = torch.zeros(3, BATCH, HIDDEN)
+    arguments = (
+        torch.randn(STEPS, BATCH, INPUTS),
+        (state, state),
+        model._flat_weights,
+        True,
+        1,
+        0.0,
+        True,
+        False,
+        False,
+    )
+    with replaced_by_name(WRITTEN_OUT), twice_differentiable(model), pytest.raises(RuntimeError, match="hidden states"):
+        torch._VF.lstm(*arguments)
+
+
+class Around(nn.Module):
+    """An LSTM, and what is done with its output."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.recurrent, self.then = nn.LSTM(INPUTS, HIDDEN, dtype=torch.float64), then
+
+    def forward(self, x):
+        return self.then(self.recurrent(x)[0])
+
+
+def found_by(loss, model, x, *, written_out):
+    problem = Problem(model, loss, AdaHessian(model.parameters()))
+    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
+
+
+def half_in_place(y):
+    y *= 0.5
+    return y
+
+
+def first_steps_in_place(y):
+    y[:2] = 0
+    return y
+
+
+@pytest.mark.parametrize("then", [half_in_place, first_steps_in_place, nn.ReLU(inplace=True)])
+def test_the_output_may_be_written_to(then):
+    torch.manual_seed(0)
+    model = Around(then)
+    x, _ = inputs(model.recurrent)
+    torch.testing.assert_close(*(found_by(squares, model, x, written_out=way) for way in (True, False)))
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def with_penalty(model, x):
+    x = x.detach().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + slope.square().mean()
+
+
+def test_a_gradient_within_the_loss_can_be_differentiated_twice_more():
+    """As in a gradient penalty. What is written out cannot."""
+    torch.manual_seed(0)
+    model = Around(torch.tanh)
+    x, _ = inputs(model.recurrent)
+    torch.testing.assert_close(*(found_by(with_penalty, model, x, written_out=way) for way in (True, False)))
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")
+def test_an_island_of_full_precision_under_autocast():
+    class Island(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.recurrent = nn.Linear(INPUTS, INPUTS), nn.LSTM(INPUTS, HIDDEN)
+
+        def forward(self, x):
+            x = self.before(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return self.recurrent(x)[0]
+
+    torch.manual_seed(0)
+    model = Island()
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(STEPS, BATCH, INPUTS)
+        ours, torchs = (found_by(squares, model, x, written_out=way) for way in (True, False))
+    torch.testing.assert_close(ours.diagonal, torchs.diagonal, rtol=0.1, atol=1e-4)

@@ -118,3 +118,22 @@ def test_the_graph_is_kept_between_probes_and_freed_with_the_last(monkeypatch):
     (param**4).sum().backward(create_graph=True)
     optimizer.step()
     assert kept == [True, True, False]
+
+
+def test_a_product_that_one_probe_has_and_another_has_not():
+    """As of a function that tells torch of no derivative where that is zero."""
+
+    class Sometimes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gradient):
+            return gradient.clone()
+
+        @staticmethod
+        def backward(ctx, along):
+            return along if along[0] > 0 else None
+
+    parameter = torch.tensor([3.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(parameter.square().sum(), parameter, create_graph=True)
+    probes = [[torch.tensor([-1.0])], [torch.tensor([1.0])]]
+    diagonal = hutchinson.hessian_diagonal([Sometimes.apply(gradient)], [parameter], probes.__getitem__, 2)
+    assert diagonal[0].tolist() == [1.0]  # the mean of 0 and 2

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ def test_every_seed_is_a_run_and_what_is_finished_is_passed_over(tmp_path, capfd
     assert "2 of 2 runs are finished" in said
     assert "begins" not in said
 
+    with pytest.raises(SystemExit, match=r"line 1: .* is another run, which differs in precision"):
+        queue(tmp_path, f"{SHORT} --precision bfloat16").run()
+
 
 @pytest.mark.parametrize(
     ("line", "problem"),
@@ -50,6 +54,11 @@ def test_every_seed_is_a_run_and_what_is_finished_is_passed_over(tmp_path, capfd
         (f"{SHORT} --optimizer sgdd", "line 2: .*sgdd"),
         (f"{SHORT} --epoch 3", "line 2: digits .*--epoch 3"),
         (f"{SHORT} 'a", "line 2: No closing quotation"),
+        (f"{SHORT} --seeds", "line 2: .*--seeds takes one number or more"),
+        (f"{SHORT} --name a/b", "line 2: .*a name has no folders in it"),
+        (f"{SHORT} --overwrite", "line 2: --output, --resume and --overwrite are the queue's own"),
+        (f"{SHORT} --output elsewhere", "line 2: --output, --resume and --overwrite are the queue's own"),
+        (f"{SHORT} --precision bfloat16", "line 2: it has the name of line 1 and differs in precision"),
     ],
 )
 def test_a_line_that_is_wrong_is_refused_before_anything_runs(tmp_path, line, problem):
@@ -78,6 +87,42 @@ def test_a_run_that_fails_lets_the_others_go_on(tmp_path, capfd):
     assert "ptb.train.txt" in said
 
 
+def test_names_and_folders_are_taken_as_they_are_written(tmp_path):
+    (job,) = queue(tmp_path, f"{SHORT} --name run#1[b] --data_dir elsewhere  # don't")._jobs()
+    assert job.plan.files.name == "run#1[b]"
+    assert job.plan.data_dir == Path("elsewhere")
+
+
+def test_a_run_that_another_process_is_at_is_refused(tmp_path):
+    with taken_by_another_process(tmp_path / "runs/digits/adahessian_epochs=1_seed-1"), pytest.raises(SystemExit):
+        queue(tmp_path, SHORT).run()
+    assert finished(tmp_path) == []
+
+
+@contextmanager
+def taken_by_another_process(folder):
+    folder.mkdir(parents=True)
+    code = (
+        f"from adahessian.lab.files import taken; from pathlib import Path\nwith taken(Path({str(folder)!r})): input(1)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.read(1) == "1"
+    yield
+    process.communicate("\n")
+
+
+def test_whoever_stops_listening_leaves_no_run_behind(tmp_path):
+    file = tmp_path / "queue.txt"
+    file.write_text(f"{SHORT.replace('--epochs 1', '--epochs 10000')} --seeds 1 2")
+    command = [sys.executable, "-m", "adahessian", "queue", str(file), "--output", str(tmp_path), "--minutes", "0.2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) != 0
+    running = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in running
+
+
 def test_when_time_is_over_runs_end_with_a_checkpoint(tmp_path, capfd):
     """By its own clock, and so in the middle of a run, or before it has begun: in both cases the run is left."""
     queue(tmp_path, SHORT.replace("--epochs 1", "--epochs 10000"), SHORT, minutes=0.2).run()
@@ -101,12 +146,12 @@ def test_a_signal_ends_all_runs_with_a_checkpoint(tmp_path):
     assert "3 are left" in said
 
 
-def test_every_line_of_the_projects_own_queue_is_a_run():
-    file = Path(__file__).parents[2] / "results/queue.txt"
-    jobs = list(Queue(file=file, output=file.parent)._jobs())
+def test_every_line_of_the_projects_own_queue_is_a_run(tmp_path):
+    results = Path(__file__).parents[2] / "results"
+    jobs = Queue(file=results / "queue.txt", output=tmp_path)._jobs()
     assert len(jobs) > 50
     # The first is finished, by the name that the queue knows it by.
-    assert jobs[0].files.result.exists()
+    assert (results / jobs[0].plan.files.result.relative_to(tmp_path)).exists()
 
 
 def _wait_until(holds, process):

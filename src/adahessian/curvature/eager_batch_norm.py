@@ -33,12 +33,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.replaced import are_plain
+from adahessian.curvature.written_out import Pass, are_plain, gradient_in_torchs_operations
 
 _TORCHS_OWN = functional.batch_norm
 
 
 def batch_norm(
+    of_pass: Pass,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -48,12 +49,14 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm``; torch's own where the formulas above are not for it."""
+    """``torch.nn.functional.batch_norm``, in a pass; torch's own where the formulas above are not for it."""
     channels = input.shape[1] if input.dim() > 1 else 0
     several = channels > 0 and input.numel() > channels
-    fits = all(each is None or each.shape == (channels,) for each in (running_mean, running_var, weight, bias))
-    if training and several and fits and are_plain(input, weight, bias):
-        y: Tensor = _BatchNorm.apply(input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
+    running = [each for each in (running_mean, running_var) if each is not None]
+    fits = all(each is None or each.shape == (channels,) for each in (*running, weight, bias))
+    constant = not any(each.requires_grad for each in running)
+    if training is True and eps > 0 and several and fits and constant and are_plain(input, weight, bias):
+        y: Tensor = _BatchNorm.apply(of_pass, input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
         return y
     return _TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
@@ -62,6 +65,7 @@ class _BatchNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,
+        of_pass: Pass,
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -71,14 +75,24 @@ class _BatchNorm(Function):
         eps: float,
     ) -> Tensor:
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.eps = eps
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.of_pass, ctx.eps = of_pass, eps
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        by_inputs: tuple[Tensor, ...] = _Gradient.apply(gradients[0], *ctx.saved_tensors, ctx.eps)  # type: ignore[no-untyped-call]
-        return *by_inputs, None, None, None, None
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        by_inputs: tuple[Tensor | None, ...]
+        if ctx.of_pass.is_at_gradient:
+            by_inputs = _Gradient.apply(gradients[0], x, weight, mean, rstd, ctx.eps)  # type: ignore[no-untyped-call]
+        else:
+            by_inputs = gradient_in_torchs_operations(
+                lambda x, weight, bias: _TORCHS_OWN(x, None, None, weight, bias, True, eps=ctx.eps),
+                (x, weight, bias),
+                ctx.needs_input_grad[1:4],
+                gradients,
+            )
+        return None, *by_inputs, None, None, None, None
 
 
 class _Gradient(Function):

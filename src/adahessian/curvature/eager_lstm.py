@@ -35,21 +35,23 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.replaced import are_plain
+from adahessian.curvature.written_out import Pass, are_plain, gradient_in_torchs_operations, in_full_precision
 
 _TORCHS_OWN = torch.lstm
 
 
-def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch.lstm``, with the arguments of ``torch.nn.LSTM``; torch's own for packed sequences and projections."""
+def lstm(of_pass: Pass, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.lstm``, in a pass, as ``torch.nn.LSTM`` calls it; torch's own for packed sequences and projections."""
     if len(args) != 9 or isinstance(args[1], Tensor):
         return _TORCHS_OWN(*args)
     x, (h_0, c_0), params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     directions = 2 if bidirectional else 1
     of_each = 4 if has_biases else 2
-    fits = len(params) == num_layers * directions * of_each and x.dim() == 3 and x.numel() and h_0.shape == c_0.shape
-    if not fits or not are_plain(x, h_0, c_0, *params):
+    if len(params) != num_layers * directions * of_each or not are_plain(x, h_0, c_0, *params):
         return _TORCHS_OWN(*args)
+    state = (num_layers * directions, x.shape[0 if batch_first else 1], params[1].shape[-1])
+    if x.dim() != 3 or not x.numel() or h_0.shape != state or c_0.shape != state:
+        return _TORCHS_OWN(*args)  # what it refuses, it refuses in its own words
     x = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
     for layer in range(num_layers):
@@ -59,7 +61,7 @@ def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         for direction in range(directions):
             number = layer * directions + direction
             own = params[number * of_each : (number + 1) * of_each]
-            output, c_n = _layer(x, h_0[number], c_0[number], own, backwards=direction == 1)
+            output, c_n = _layer(of_pass, x, h_0[number], c_0[number], own, backwards=direction == 1)
             last_h.append(output[0] if direction else output[-1])
             last_c.append(c_n)
             outputs.append(output)
@@ -67,12 +69,14 @@ def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.transpose(0, 1) if batch_first else x, torch.stack(last_h), torch.stack(last_c)
 
 
-def _layer(x: Tensor, h_0: Tensor, c_0: Tensor, params: Sequence[Tensor], *, backwards: bool) -> tuple[Tensor, Tensor]:
+def _layer(
+    of_pass: Pass, x: Tensor, h_0: Tensor, c_0: Tensor, params: Sequence[Tensor], *, backwards: bool
+) -> tuple[Tensor, Tensor]:
     of_input, of_hidden, *biases = params
     gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None)
     if backwards:
         gates = gates.flip(0)
-    outputs: tuple[Tensor, ...] = _Recurrence.apply(gates, of_hidden, h_0, c_0)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Recurrence.apply(of_pass, gates, of_hidden, h_0, c_0)  # type: ignore[no-untyped-call]
     h, c_n = outputs[:2]
     return h.flip(0) if backwards else h, c_n
 
@@ -81,7 +85,7 @@ class _Recurrence(Function):
     """From x, W, h_0 and c_0 to all h and the last c."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, h_0: Tensor, c_0: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, of_pass: Pass, x: Tensor, w: Tensor, h_0: Tensor, c_0: Tensor) -> tuple[Tensor, Tensor]:
         steps, batch, size = len(x), *h_0.shape
         gates = x.new_empty(steps, batch, 4, size)
         h, c, tanh_c = _after(h_0, steps), _after(c_0, steps), x.new_empty(steps, batch, size)
@@ -92,13 +96,22 @@ class _Recurrence(Function):
             i, f = i_and_f[t].sigmoid_().unbind(1)
             torch.mul(f, cs[t], out=cs[t + 1]).addcmul_(i, z[t].tanh_()[:, 0])
             torch.mul(o[t].sigmoid_()[:, 0], torch.tanh(cs[t + 1], out=tanh_t), out=hs[t + 1])
+        ctx.of_pass = of_pass
         ctx.save_for_backward(x, w, h_0, c_0, gates, h, c, tanh_c)
-        return h[1:], cs[-1].clone()
+        # Copies, as users may write to what they get.
+        return h[1:].clone(), cs[-1].clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        by_inputs: tuple[Tensor, ...] = _Gradient.apply(*gradients, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return by_inputs
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        by_inputs: tuple[Tensor | None, ...]
+        with in_full_precision(gradients[0]):
+            if ctx.of_pass.is_at_gradient:
+                by_inputs = _Gradient.apply(*gradients, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+            else:
+                by_inputs = gradient_in_torchs_operations(
+                    _in_torchs_operations, ctx.saved_tensors[:4], ctx.needs_input_grad[1:], gradients
+                )
+        return None, *by_inputs
 
 
 class _Gradient(Function):
@@ -137,8 +150,14 @@ class _Gradient(Function):
     @once_differentiable
     def backward(ctx: Any, *along: Tensor) -> tuple[Tensor | None, ...]:
         """All of the above changes along a direction in x, W, h_0 and c_0, and g does not."""
-        w, gates, h, c, tanh_c, k, k_c, eta, gamma, alpha = ctx.saved_tensors
-        v_x, v_w, v_h, v_c = along
+        with in_full_precision(along[0]):
+            return _Gradient.change(ctx.saved_tensors, *along)
+
+    @staticmethod
+    def change(
+        saved: Sequence[Tensor], v_x: Tensor, v_w: Tensor, v_h: Tensor, v_c: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        w, gates, h, c, tanh_c, k, k_c, eta, gamma, alpha = saved
         steps = len(gates)
         f = gates.unbind(2)[1]
         k_gates, k_o = (part.unbind() for part in k.split([3, 1], 2))
@@ -169,6 +188,17 @@ class _Gradient(Function):
             by_h, by_c = torch.addmm(back[t], flat[t], w), torch.addcmul(of_carried[t], d_gamma, f_t)
         by_w = _weight_gradient(d_alpha, h).add_(_weight_gradient(alpha, d_h))
         return d_h[1:], d_cs[-1], d_alpha.flatten(2), by_w, by_h, by_c, None, None, None, None
+
+
+def _in_torchs_operations(x: Tensor, w: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence, step by step."""
+    outputs = []
+    for x_t in x.unbind():
+        i, f, z, o = (x_t + h @ w.t()).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * z.tanh()
+        h = o.sigmoid() * c.tanh()
+        outputs.append(h)
+    return torch.stack(outputs), c
 
 
 def _after(first: Tensor, steps: int) -> Tensor:

@@ -23,6 +23,7 @@ from adahessian.curvature.ways import (
     double_backward,
     finite_difference,
     functional,
+    has_written_out,
     uncompiled,
 )
 from adahessian.messages import compiling, say, say_once
@@ -43,8 +44,8 @@ class Engine:
     """Second derivatives of a loss, by the fastest way that works for it.
 
     Compiled as one function, forward over reverse is the fastest; then comes compiled double backward. Without the
-    compiler double backward is as fast as any way, and takes the least memory. Whatever is chosen, unless it is double
-    backward itself, is compared with that on the first batch.
+    compiler double backward is as fast as any way, and takes the least memory. Whatever is chosen, unless it is torch's
+    double backward itself, is compared with that on the first batch.
 
     Args:
         problem: The loss, and the parameters to differentiate it by.
@@ -62,6 +63,7 @@ class Engine:
         self._tangent_dtype = tangent_dtype
         self._kinds = Kinds()
         self._compiled_for: set[Hashable] = set()
+        self._double_backward = double_backward(problem)
         self._choice: Choice | None = None
         self._chosen_for: list[Tensor] = []
 
@@ -96,7 +98,7 @@ class Engine:
                 raise
             except Exception as error:  # a Python number that changes is compiled anew, until the compiler has enough
                 self._do_without(kind, error)
-        return double_backward(self._problem)(part, draw, keep_buffers)
+        return self._double_backward(part, draw, keep_buffers)
 
     def way(self, part: Any) -> Way:
         """How to compute on batches of this kind, compiled by now if that works: for what is to be captured."""
@@ -106,7 +108,7 @@ class Engine:
         kind = self._kinds.key(part, at_once=True)
         if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
             return choice.compute
-        return double_backward(self._problem)
+        return self._double_backward
 
     def _compile_for(self, kind: Hashable, part: Any) -> bool:
         """Compile for a kind of batch; whether that works."""
@@ -140,7 +142,7 @@ class Engine:
     def measure_plainly(self, part: Any) -> Found:
         """The same by double backward, without choosing anything."""
         with self._problem.random_streams_untouched():
-            return double_backward(self._problem)(part, self._problem.draw, False)
+            return self._double_backward(part, self._problem.draw, False)
 
     @property
     def chooses_by_comparison(self) -> bool:
@@ -189,7 +191,22 @@ class Engine:
                 return self._checked(part, way, expected)
         if self._tangent_dtype is not None:
             say_once("tangent_dtype has no effect, as the pass is not compiled")
-        return Choice(f"double backward, not compiled: {why_not or why_eager}", double_backward(self._problem))
+        self._check_written_out(part)
+        return Choice(f"double backward, not compiled: {why_not or why_eager}", self._double_backward)
+
+    def _check_written_out(self, part: Any) -> None:
+        """Leave to torch the second derivatives that are written out, should they differ from torch's."""
+        problem = self._problem
+        if not has_written_out(problem.model):
+            return
+        expected = reference(problem, part)
+        with problem.random_streams_untouched():
+            found = self._double_backward(part, problem.draw, False)
+        try:
+            agreement(problem, part, found, self._double_backward, expected, rounded=False, compiled=False)
+        except UnfitError as unfit:
+            say(f"batch norm and LSTMs are left to torch, as what is written out does not agree with it: {unfit}")
+            self._double_backward = double_backward(problem, written_out=False)
 
     def _why_not_functional(self) -> str | None:
         """Why the loss cannot be taken for a function of the optimizer's parameters, if it cannot."""

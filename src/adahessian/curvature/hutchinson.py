@@ -64,10 +64,10 @@ def hessian_diagonal(
             [as_reals(product.to(accumulation_dtype(product.dtype))) for product in found.values()],
             [as_reals(signs[i]) for i in found],
         )
-        if sums:
-            torch._foreach_add_([sums[i] for i in found], terms)
-        else:
-            sums = dict(zip(found, terms, strict=True))
+        new = dict(zip(found, terms, strict=True))
+        if known := [i for i in new if i in sums]:
+            torch._foreach_add_([sums[i] for i in known], [new[i] for i in known])
+        sums = new | sums
     if num_probes > 1 and sums:
         torch._foreach_div_(list(sums.values()), num_probes)
     return [

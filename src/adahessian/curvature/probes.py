@@ -126,16 +126,11 @@ def _signs(x: Tensor, dtype: torch.dtype) -> Tensor:
     for shift, factor in _FINALIZER:
         x.bitwise_xor_(_shift_right(x, shift)).mul_(as_int64(factor))
     x.bitwise_xor_(_shift_right(x, _LAST_SHIFT))
-    # Eight bytes a word, and eight signs a byte at once: few operations handle what is long.
-    octets = (x.unsqueeze(-1) >> 8 * torch.arange(8, device=x.device)).bitwise_and_(255)
-    return _signs_of_bytes(dtype, x.device).index_select(0, octets.view(-1)).view(-1)
-
-
-@lru_cache(maxsize=16)
-def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A row of eight for each byte, from its lowest bit."""
-    bits = torch.arange(256, device=device).unsqueeze(-1) >> torch.arange(8, device=device)
-    return bits.bitwise_and_(1).mul_(2).sub_(1).to(dtype)
+    # Eight bytes a word, and eight signs a byte from a table: few operations handle what is long.
+    places = torch.arange(8, device=x.device)
+    octets = (x.unsqueeze(-1) >> 8 * places).bitwise_and_(255)
+    signs_of_bytes = (torch.arange(256, device=x.device).unsqueeze(-1) >> places).bitwise_and_(1).mul_(2).sub_(1)
+    return signs_of_bytes.to(dtype).index_select(0, octets.view(-1)).view(-1)
 
 
 def _shift_right(x: Tensor, shift: int) -> Tensor:

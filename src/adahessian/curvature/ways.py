@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,14 +30,12 @@ from adahessian.curvature.isolation import (
     random_streams_untouched,
 )
 from adahessian.curvature.replaced import Replaced, replaced_by_name
+from adahessian.curvature.written_out import Pass
 from adahessian.sharding import whole_parameters
 
 if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
     from adahessian.sparse import DenseAndSparse
-
-# What torch differentiates twice by many small operations.
-_WRITTEN_OUT = ((F, "batch_norm", eager_batch_norm.batch_norm), (torch._VF, "lstm", eager_lstm.lstm))
 
 # The probes, by number.
 Draw = Callable[[int], Sequence[Tensor]]
@@ -110,11 +109,13 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
             stack.enter_context(
                 buffers_kept_on_success(problem.model) if keep_buffers else model_untouched(problem.model)
             )
+            this = Pass()
             if written_out:
-                stack.enter_context(replaced_by_name(_WRITTEN_OUT))
+                stack.enter_context(replaced_by_name(_written_out(this)))
             loss = problem.loss_fn(problem.model, part)
             _check(loss)
             params = problem.parameters
+            this.is_at_gradient = True
             with explained():
                 gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
             if all(gradient is None for gradient in gradients):
@@ -123,6 +124,19 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
         return Found(loss.detach(), [g if g is None else g.detach() for g in gradients], diagonal)
 
     return compute
+
+
+def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What torch differentiates twice by many small operations."""
+    return [
+        (F, "batch_norm", partial(eager_batch_norm.batch_norm, of_pass)),
+        (torch._VF, "lstm", partial(eager_lstm.lstm, of_pass)),
+    ]
+
+
+def has_written_out(model: nn.Module) -> bool:
+    """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own."""
+    return any(isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LSTM)) for module in model.modules())
 
 
 def uncompiled(problem: Problem, product: Product) -> Compiled:

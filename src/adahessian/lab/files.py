@@ -37,6 +37,35 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+class TakenError(Exception):
+    """A folder that another process has taken."""
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[None]:
+    """Have a folder to oneself, among those who ask. The system lets go of it however the process ends.
+
+    Raises:
+        TakenError: If another process has it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: nobody is asked
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TakenError(f"another process is at work in {folder}") from error
+        except OSError:  # some network file systems know no locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write JSON, indented, whole or not at all."""
     with written_whole(path) as file:

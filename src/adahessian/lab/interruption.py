@@ -10,9 +10,10 @@ from typing import Any
 
 
 class Interruption:
-    """Remembers that somebody asked to stop, by Ctrl-C or SIGTERM, so that a run can end between two steps.
+    """Remembers that somebody asked to stop, so that a run can end between two steps.
 
-    A second Ctrl-C stops at once, as it does anywhere.
+    One asks by Ctrl-C, by SIGTERM, or by closing the terminal, unless nohup keeps that away. A second Ctrl-C stops at
+    once, as it does anywhere.
 
     Args:
         on_asked: Called when it is first asked for.
@@ -26,7 +27,7 @@ class Interruption:
     def __enter__(self) -> Interruption:
         # Only the main thread may handle signals; elsewhere nobody sends any.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, *_hangup()):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -42,3 +43,9 @@ class Interruption:
         if not self.asked:
             self.asked = True
             self._on_asked()
+
+
+def _hangup() -> list[signal.Signals]:
+    """The signal that says that the terminal is gone, where there is one, and it was not ignored before."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return [] if hangup is None or signal.getsignal(hangup) is signal.SIG_IGN else [hangup]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -9,7 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -17,12 +19,14 @@ import tyro
 from rich.console import Console
 
 from adahessian.lab.interruption import Interruption
-from adahessian.lab.runs import RunFiles, label
-from adahessian.lab.tasks.registry import experiment_named
-from adahessian.lab.train import parse_train
+from adahessian.lab.runs import NotARunError, differences, read_result
+from adahessian.lab.train import Session, parse_train
+from adahessian.lab.training import Plan
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _LINES_OF_A_FAILURE = 5
+# What a run returns that was asked to stop, before it could say so and after.
+_STOPPED = (-signal.SIGTERM, 130)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,90 +42,127 @@ class Queue:
     minutes: float | None = None
     """Stop after so many minutes, each run with a checkpoint: the same command goes on."""
 
-    data_dir: Path = Path("data")
+    data_dir: Path = Session.data_dir
     """Folder with the data, for lines that do not name their own."""
 
-    output: Path = Path("runs")
+    output: Path = Session.output
     """Folder for the runs."""
 
     def run(self) -> None:
         """Run them all, or as many as there is time for."""
         if self.at_once < 1 or (self.minutes is not None and self.minutes <= 0):
             raise SystemExit("adahessian queue: --at-once is 1 or more, --minutes above 0")
-        console = Console(highlight=False, soft_wrap=True)
-        jobs = list(self._jobs())
-        waiting = [job for job in jobs if not job.files.result.exists()]
+        console = Console(highlight=False, soft_wrap=True, markup=False)
+        jobs = self._jobs()
+        waiting = [job for job in jobs if not job.plan.files.result.exists()]
         console.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished")
-        until = time.monotonic() + (60 * self.minutes if self.minutes is not None else float("inf"))
-        running: list[_Running] = []
-        failed = 0
-        is_stopping = False
-        with Interruption() as interruption:
-            while running or (waiting and not is_stopping):
-                while waiting and len(running) < self.at_once and not is_stopping:
-                    running.append(_Running(waiting.pop(0), console))
-                if not is_stopping and (interruption.asked or time.monotonic() > until):
-                    is_stopping = True
-                    for each in running:
-                        each.process.send_signal(signal.SIGTERM)
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    if not each.tell_the_end(is_stopping):
-                        failed += 1
-        left = sum(not job.files.result.exists() for job in jobs) - failed
+        left, failed, interrupted = self._work(waiting, console)
         if left:
             console.print(f"{left} are left: the same command goes on")
-        if interruption.asked:
+        if interrupted:
             raise SystemExit(130)
         if failed:
-            raise SystemExit(f"adahessian queue: {failed} failed, as said above; all others went on")
+            raise SystemExit(f"adahessian queue: {failed} failed, as said above")
         if not left:
             console.print(f"now: adahessian report {self.output}")
 
-    def _jobs(self) -> Iterator[_Job]:
+    def _work(self, waiting: list[_Job], console: Console) -> tuple[int, int, bool]:
+        """Returns how many runs are left, how many have failed, and whether somebody asked to stop."""
+        until = time.monotonic() + (60 * self.minutes if self.minutes is not None else float("inf"))
+        running: list[_Running] = []
+        is_stopping = False
+        stopped = failed = 0
+        with ExitStack() as stack, Interruption() as interruption:
+            while running or (waiting and not is_stopping):
+                while waiting and len(running) < self.at_once and not is_stopping:
+                    running.append(_Running(waiting.pop(0), console))
+                    stack.callback(running[-1].end)  # whatever happens here, no run is left alone
+                if not is_stopping and (interruption.asked or time.monotonic() > until):
+                    is_stopping = True
+                    for each in running:
+                        each.process.terminate()
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    each.tell()
+                    stopped += each.process.returncode in _STOPPED
+                    failed += each.process.returncode not in (0, *_STOPPED)
+        return len(waiting) + stopped, failed, interruption.asked
+
+    def _jobs(self) -> list[_Job]:
+        """All runs, each once.
+
+        Raises:
+            SystemExit: If a line is not one, or means another run than what has its name.
+        """
         try:
             lines = self.file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise SystemExit(f"adahessian queue: {self.file} cannot be read: {error}") from error
-        seen = set()
+        known: dict[Path, tuple[_Job, int]] = {}
         for number, line in enumerate(lines, 1):
-            for job in self._jobs_of(line, f"adahessian queue: {self.file}, line {number}"):
-                if job.files.result not in seen:  # two processes must not write the same run
-                    seen.add(job.files.result)
-                    yield job
+            where = f"adahessian queue: {self.file}, line {number}"
+            for job in self._jobs_of(line, where):
+                place = job.plan.files.result
+                if place in known:
+                    earlier, there = known[place]
+                    if differing := differences(earlier.identity, job.identity):
+                        raise SystemExit(
+                            f"{where}: it has the name of line {there} and differs in {differing}: give it a --name"
+                        )
+                    continue
+                job.refuse_another(where)
+                known[place] = job, number
+        return [job for job, _ in known.values()]
 
     def _jobs_of(self, line: str, where: str) -> Iterator[_Job]:
         try:
-            arguments = shlex.split(line, comments=True)
+            arguments = shlex.split(re.split(r"(?:^|\s)#", line, maxsplit=1)[0])
         except ValueError as error:
             raise SystemExit(f"{where}: {error}") from error
         if not arguments:
             return
-        common = ["--output", str(self.output), "--resume", *["--shared"] * (self.at_once > 1)]
-        if not any(argument.partition("=")[0] == "--data-dir" for argument in arguments):
-            common += ["--data-dir", str(self.data_dir)]
         try:
-            train = parse_train([*arguments, *common])
+            train = parse_train(arguments)
         except SystemExit as error:
             # What is no text has been said already, by the parser of options.
             raise SystemExit(f"{where}: {error.code if isinstance(error.code, str) else line}") from error
-        own = experiment_named(train.task).defaults[train.optimizer]
-        name = train.name or label(train.optimizer, train.settings, own)
-        for seed in train.seeds:
-            files = RunFiles(output=self.output, task=train.task, name=name, seed=seed)
-            # The last --seeds counts.
-            yield _Job([*arguments, *common, "--seeds", str(seed)], files)
+        session = train.session
+        if session.overwrite or session.resume or session.output != Session.output:
+            raise SystemExit(f"{where}: --output, --resume and --overwrite are the queue's own business")
+        data_dir = self.data_dir if session.data_dir == Session.data_dir else session.data_dir
+        session = replace(session, output=self.output, data_dir=data_dir, resume=True, shared=self.at_once > 1)
+        common = ["--output", str(self.output), "--data-dir", str(data_dir), "--resume", "--seeds"]
+        for plan in replace(train, session=session).plans():
+            # Of an option that comes twice the last counts.
+            yield _Job([*arguments, *["--shared"] * session.shared, *common, str(plan.seed)], plan)
 
 
 @dataclass(frozen=True)
 class _Job:
     arguments: list[str]
-    files: RunFiles
+    plan: Plan
 
     @property
     def title(self) -> str:
-        return f"{self.files.task}: {self.files.name}, seed {self.files.seed}"
+        files = self.plan.files
+        return f"{files.task}: {files.name}, seed {files.seed}"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.plan.identity(processes=1)
+
+    def refuse_another(self, where: str) -> None:
+        """Refuse a finished run of that name that is not this one."""
+        place = self.plan.files.result
+        if not place.exists():
+            return
+        try:
+            result = read_result(place)
+        except NotARunError as error:
+            raise SystemExit(f"{where}: {error}") from error
+        if differing := differences(result.identity, self.identity):
+            raise SystemExit(f"{where}: {place} is another run, which differs in {differing}: give this one a --name")
 
 
 class _Running:
@@ -130,7 +171,7 @@ class _Running:
     def __init__(self, job: _Job, console: Console) -> None:
         self._job = job
         self._console = console
-        self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed at the end)
+        self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         console.print(f"begins    {job.title}")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "adahessian", "train", *job.arguments],
@@ -139,18 +180,22 @@ class _Running:
             stderr=subprocess.STDOUT,
         )
 
-    def tell_the_end(self, is_stopping: bool) -> bool:
-        """Say what it has come to; whether it has not failed."""
+    def end(self) -> None:
+        """Have it end, if it has not."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+        self._said.close()
+
+    def tell(self) -> None:
+        """Say what it has come to."""
         self._said.seek(0)
         lines = [line for line in self._said.read().splitlines() if line.strip()]
-        self._said.close()
         if self.process.returncode == 0:
             self._console.print(f"finished  {lines[-1] if lines else self._job.title}")
-            return True
-        if is_stopping and not self._job.files.result.exists():
+        elif self.process.returncode in _STOPPED:
             self._console.print(f"stopped   {self._job.title}")
-            return True
-        self._console.print(f"failed    {self._job.title}")
-        for line in lines[-_LINES_OF_A_FAILURE:]:
-            self._console.print(f"          {line}", markup=False)
-        return False
+        else:
+            self._console.print(f"failed    {self._job.title}")
+            for line in lines[-_LINES_OF_A_FAILURE:]:
+                self._console.print(f"          {line}")

@@ -14,7 +14,7 @@ from adahessian.lab.runs import label
 from adahessian.lab.settings import OptimizerName, Settings, SettingsError
 from adahessian.lab.tasks.registry import experiment_named
 from adahessian.lab.tasks.task import SettingsT
-from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, run_one
+from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, plan_run, run_one
 
 StudyName = Literal[
     "delay",
@@ -125,7 +125,8 @@ class Study(Generic[SettingsT]):
         for seed in self.seeds:
             for variant in variants(self.study, self.settings, adamw):
                 name = label(variant.optimizer, variant.settings, experiment.defaults[variant.optimizer])
-                run_one(experiment, variant.optimizer, variant.settings, seed, name, session, console)
+                plan = plan_run(experiment, variant.optimizer, variant.settings, seed, name, session)
+                run_one(plan, resume=session.resume, console=console)
         console.print(f"now: adahessian report {session.output}", highlight=False, soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.console import Console
 from adahessian.lab.checkpoints import CheckpointError
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.data.sources import source_of
+from adahessian.lab.files import TakenError, taken
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
@@ -100,38 +101,30 @@ class Train(Generic[SettingsT]):
 
     def run(self) -> None:
         """Train with every seed, and say what came out."""
-        if not self.seeds or min(self.seeds) < 0:
-            raise SystemExit("adahessian train: --seeds takes one number or more, from 0 on")
-        if self.name is not None and Path(self.name).name != self.name:
-            raise SystemExit(f"adahessian train: --name {self.name}: a name has no folders in it; see --output")
         console = Console(quiet=not is_first())
-        experiment = experiment_named(self.task)
-        name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
-        for seed in self.seeds:
-            files = RunFiles(output=self.session.output, task=self.task, name=name, seed=seed)
+        for plan in self.plans():
+            files = plan.files
             if self.session.resume and not files.checkpoint.exists() and not files.result.exists():
                 console.print(f"nothing to resume at {files.folder}: it begins", highlight=False, soft_wrap=True)
-            run_one(experiment, self.optimizer, self.settings, seed, name, self.session, console)
+            run_one(plan, resume=self.session.resume, console=console)
+
+    def plans(self) -> list[Plan]:
+        """A run for each seed."""
+        experiment = experiment_named(self.task)
+        name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
+        return [plan_run(experiment, self.optimizer, self.settings, seed, name, self.session) for seed in self.seeds]
 
 
-def run_one(
-    experiment: Experiment[Any],
-    optimizer: OptimizerName,
-    settings: Any,
-    seed: int,
-    name: str,
-    session: Session,
-    console: Console,
-) -> None:
-    """One run, from its start or its checkpoint, unless it was finished earlier.
+def plan_run(
+    experiment: Experiment[Any], optimizer: OptimizerName, settings: Any, seed: int, name: str, session: Session
+) -> Plan:
+    """One run, as a session computes it.
 
     Raises:
-        SystemExit: If it cannot be, with the reason; or if it was interrupted.
+        SystemExit: If there is no such device.
     """
-    files = RunFiles(output=session.output, task=experiment.name, name=name, seed=seed)
     device = _device(session.device)
-    _refuse_to_overwrite(files, session)
-    plan = Plan(
+    return Plan(
         experiment=experiment,
         optimizer=optimizer,
         settings=settings,
@@ -142,19 +135,32 @@ def run_one(
         precision="float32" if session.precision == "tf32" and device.type != "cuda" else session.precision,
         compiled=session.compile,
         shared=session.shared,
-        files=files,
+        files=RunFiles(output=session.output, task=experiment.name, name=name, seed=seed),
         checkpoint_minutes=session.checkpoint_minutes,
         stop_after_epochs=session.stop_after_epochs,
         stop_after_steps=session.stop_after_steps,
         overwrite=session.overwrite,
     )
-    if files.result.exists() and not session.overwrite:
+
+
+def run_one(plan: Plan, *, resume: bool, console: Console) -> None:
+    """One run, from its start or its checkpoint, unless it was finished earlier.
+
+    Raises:
+        SystemExit: If it cannot be, with the reason; or if it was interrupted.
+    """
+    experiment, files = plan.experiment, plan.files
+    _refuse_to_overwrite(plan, resume=resume)
+    if files.result.exists() and not plan.overwrite:
         _pass_over(plan, console)
         return
     _make_folder(files)
     try:
-        with LiveWatcher(console) as watcher:
+        # Of several processes of one run the first writes.
+        with taken(files.folder) if is_first() else nullcontext(), LiveWatcher(console) as watcher:
             result = train(plan, watcher)
+    except TakenError as error:
+        raise SystemExit(f"adahessian train: {error}: wait for it, or end it") from error
     except StoppedError as stopped:
         console.print(f"stopped {stopped}; the same command with --resume goes on", highlight=False, soft_wrap=True)
         if stopped.as_planned:
@@ -207,9 +213,10 @@ def _in_words(error: OSError) -> str:
     return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
 
 
-def _refuse_to_overwrite(files: RunFiles, session: Session) -> None:
+def _refuse_to_overwrite(plan: Plan, *, resume: bool) -> None:
     """Refuse to touch an earlier run of that name, unless it was said what to do with it."""
-    if session.resume or session.overwrite:
+    files = plan.files
+    if resume or plan.overwrite:
         return
     elsewhere = "--overwrite begins anew, and --name or --output put the new run elsewhere"
     if files.result.exists():
@@ -248,6 +255,10 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
         raise SystemExit(f"adahessian train: {error}") from error
     if (parsed.task, parsed.optimizer) != (default.task, default.optimizer):
         raise SystemExit("adahessian train: name the task first: adahessian train TASK --optimizer NAME ...")
+    if not parsed.seeds or min(parsed.seeds) < 0:
+        raise SystemExit("adahessian train: --seeds takes one number or more, from 0 on")
+    if parsed.name is not None and Path(parsed.name).name != parsed.name:
+        raise SystemExit(f"adahessian train: --name {parsed.name}: a name has no folders in it; see --output")
     if parsed.optimizer != "adahessian":
         foreign = [n for n in OF_ADAHESSIAN if getattr(parsed.settings, n) != getattr(default.settings, n)]
         for name in ["economical"] * parsed.economical + foreign:

@@ -1,0 +1,62 @@
+"""What functions whose second derivative is written out have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+_DTYPES = (torch.float32, torch.float64)
+
+
+class Pass:
+    """A pass in which such functions take part.
+
+    Their gradients can be differentiated once more, and no further. The pass says when that is what it is going to do:
+    a gradient that is asked for before is a part of the loss, as in a gradient penalty.
+    """
+
+    def __init__(self) -> None:
+        self.is_at_gradient = False
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether custom functions can take tensors: all are torch's own, in one full precision, and not transformed."""
+    first = tensors[0]
+    return (
+        first is not None
+        and first.dtype in _DTYPES
+        and all(each is not None and type(each) in _KINDS and each.dtype is first.dtype for each in tensors)
+        and (first.is_cpu or first.is_cuda)
+        and not torch.is_autocast_enabled(first.device.type)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def in_full_precision(tensor: Tensor) -> torch.autocast:
+    """No autocast: a gradient may be asked for under one that the function itself was not under."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def gradient_in_torchs_operations(
+    function: Callable[..., Any], inputs: Sequence[Tensor], needed: Sequence[bool], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The gradient of a function of tensors, which can be differentiated as often as torch can.
+
+    Args:
+        function: The function, in torch's own operations.
+        inputs: What it takes.
+        needed: By which of these.
+        gradients: Those of the loss by what it returns.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = function(*inputs)
+        wanted = [each for each, is_needed in zip(inputs, needed, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph))
+    return tuple(next(found) if is_needed else None for is_needed in needed)
