@@ -108,7 +108,7 @@ def test_buffers_that_modules_share_stay_shared_in_the_pass():
         return loss_of(model, batch)
 
     Curvature(model, loss_fn, AdaHessian(model.parameters())).measure(torch.randn(8, 2))
-    assert seen == [True]
+    assert seen == 3 * [True]  # twice for the comparison with torch
     assert model[0].running_mean is model[1].running_mean
 
 
@@ -470,7 +470,7 @@ def test_cudnn_is_off_for_recurrent_models_only():
             return (output[0] if isinstance(output, tuple) else output).square().mean()
 
         assert Curvature(model, loss_fn, AdaHessian(model.parameters())).measure(torch.randn(5, 2, 4))
-        assert seen == [expected]
+        assert set(seen) == {expected}
         assert torch.backends.cudnn.enabled
 
 
