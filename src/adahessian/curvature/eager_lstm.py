@@ -47,10 +47,11 @@ def lstm(of_pass: Pass, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, (h_0, c_0), params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     directions = 2 if bidirectional else 1
     of_each = 4 if has_biases else 2
-    if len(params) != num_layers * directions * of_each or not are_plain(x, h_0, c_0, *params):
+    fits = x.dim() == 3 and x.numel() and len(params) == num_layers * directions * of_each
+    if not fits or not are_plain(x, h_0, c_0, *params):
         return _TORCHS_OWN(*args)
     state = (num_layers * directions, x.shape[0 if batch_first else 1], params[1].shape[-1])
-    if x.dim() != 3 or not x.numel() or h_0.shape != state or c_0.shape != state:
+    if h_0.shape != state or c_0.shape != state:
         return _TORCHS_OWN(*args)  # what it refuses, it refuses in its own words
     x = x.transpose(0, 1) if batch_first else x
     last_h, last_c = [], []
@@ -165,7 +166,7 @@ class _Gradient(Function):
         d_gates = torch.empty_like(gates)
         d_h, d_c = _after(v_h, steps), _after(v_c, steps)
         d_hs, d_cs, w_t = d_h.unbind(), d_c.unbind(), w.t()
-        changes = torch.baddbmm(v_x, h[:-1], v_w.t().expand(steps, -1, -1))
+        changes = torch.addmm(v_x.flatten(0, 1), h[:-1].flatten(0, 1), v_w.t()).view_as(v_x)
         three, o = (part.unbind() for part in d_gates.split([3, 1], 2))
         for t, (a, change, f_t, k_ct) in enumerate(
             zip(*map(Tensor.unbind, (d_gates.flatten(2), changes, f, k_c)), strict=True)
