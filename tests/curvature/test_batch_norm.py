@@ -266,6 +266,23 @@ def test_if_it_were_wrong_torchs_own_would_be_taken(monkeypatch, said):
     torch.testing.assert_close(*found)
 
 
+def test_a_state_that_a_module_keeps_is_told_of(said):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.calls = model_with_batch_norm(), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.calls * self.layers(x)
+
+    model = Keeps()
+    curvature = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters()))
+    assert curvature.measure(torch.randn(16, 4))
+    assert any("does the model keep a state" in message for message in said.messages)
+    assert not any("left to torch" in message for message in said.messages)
+
+
 def test_threads_leave_torchs_functions_as_they_were():
     before = nn.functional.batch_norm
     inside = threading.Barrier(2, timeout=0.2)

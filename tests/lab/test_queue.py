@@ -58,6 +58,8 @@ def test_every_seed_is_a_run_and_what_is_finished_is_passed_over(tmp_path, capfd
         (f"{SHORT} --name a/b", "line 2: .*a name has no folders in it"),
         (f"{SHORT} --overwrite", "line 2: --output, --resume and --overwrite are the queue's own"),
         (f"{SHORT} --output elsewhere", "line 2: --output, --resume and --overwrite are the queue's own"),
+        (f"{SHORT} --stop-after-steps 3", "line 2: .*leave --stop-after away"),
+        (f"{SHORT} --device tpu", "line 2: .*--device tpu"),
         (f"{SHORT} --precision bfloat16", "line 2: it has the name of line 1 and differs in precision"),
     ],
 )
@@ -65,6 +67,30 @@ def test_a_line_that_is_wrong_is_refused_before_anything_runs(tmp_path, line, pr
     with pytest.raises(SystemExit, match=problem):
         queue(tmp_path, SHORT, line).run()
     assert not (tmp_path / "runs").exists()
+
+
+def test_all_wrong_lines_are_named_at_once(tmp_path):
+    with pytest.raises(SystemExit) as error:
+        queue(tmp_path, "digitss", SHORT, "digitsss").run()
+    assert [part in str(error.value) for part in ("line 1", "line 2", "line 3")] == [True, False, True]
+
+
+def test_a_list_of_nothing_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="names no run"):
+        queue(tmp_path, "# to come").run()
+
+
+def test_whole_commands_are_understood(tmp_path):
+    (job,) = queue(tmp_path, f"adahessian train {SHORT}")._jobs()
+    assert job.plan.experiment.name == "digits"
+
+
+@pytest.mark.parametrize(("set_by_user", "expected"), [(None, "1"), ("7", "7")])
+def test_runs_at_once_share_the_cores(tmp_path, monkeypatch, set_by_user, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
+    assert queue(tmp_path, SHORT, at_once=1000)._environment()["OMP_NUM_THREADS"] == expected
 
 
 @pytest.mark.parametrize("settings", [{"at_once": 0}, {"minutes": 0.0}])

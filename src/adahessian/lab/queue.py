@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -72,10 +73,14 @@ class Queue:
         running: list[_Running] = []
         is_stopping = False
         stopped = failed = 0
-        with ExitStack() as stack, Interruption() as interruption:
+
+        def tell() -> None:
+            console.print("stopping, as soon as all runs have written their checkpoints; Ctrl-C again stops at once")
+
+        with ExitStack() as stack, Interruption(tell) as interruption:
             while running or (waiting and not is_stopping):
                 while waiting and len(running) < self.at_once and not is_stopping:
-                    running.append(_Running(waiting.pop(0), console))
+                    running.append(_Running(waiting.pop(0), self._environment(), console))
                     stack.callback(running[-1].end)  # whatever happens here, no run is left alone
                 if not is_stopping and (interruption.asked or time.monotonic() > until):
                     is_stopping = True
@@ -89,6 +94,11 @@ class Queue:
                     failed += each.process.returncode not in (0, *_STOPPED)
         return len(waiting) + stopped, failed, interruption.asked
 
+    def _environment(self) -> dict[str, str]:
+        """What runs find around them. Several at once share the cores, which otherwise each of them would take."""
+        own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.at_once))} if self.at_once > 1 else {}
+        return own | os.environ
+
     def _jobs(self) -> list[_Job]:
         """All runs, each once.
 
@@ -100,36 +110,43 @@ class Queue:
         except (OSError, UnicodeDecodeError) as error:
             raise SystemExit(f"adahessian queue: {self.file} cannot be read: {error}") from error
         known: dict[Path, tuple[_Job, int]] = {}
+        problems = []
         for number, line in enumerate(lines, 1):
-            where = f"adahessian queue: {self.file}, line {number}"
-            for job in self._jobs_of(line, where):
-                place = job.plan.files.result
-                if place in known:
-                    earlier, there = known[place]
+            try:
+                for job in self._jobs_of(line):
+                    earlier, there = known.setdefault(job.plan.files.result, (job, number))
                     if differing := differences(earlier.identity, job.identity):
                         raise SystemExit(
-                            f"{where}: it has the name of line {there} and differs in {differing}: give it a --name"
+                            f"it has the name of line {there} and differs in {differing}: give it a --name"
                         )
-                    continue
-                job.refuse_another(where)
-                known[place] = job, number
+                    job.refuse_another()
+            except SystemExit as problem:
+                # What is no text has been said already, by the parser of options.
+                words = problem.code if isinstance(problem.code, str) else line
+                problems.append(f"adahessian queue: {self.file}, line {number}: {words}")
+        if problems:
+            raise SystemExit("\n".join(problems))
+        if not known:
+            raise SystemExit(f"adahessian queue: {self.file} names no run: a line is what follows adahessian train")
         return [job for job, _ in known.values()]
 
-    def _jobs_of(self, line: str, where: str) -> Iterator[_Job]:
+    def _jobs_of(self, line: str) -> Iterator[_Job]:
         try:
             arguments = shlex.split(re.split(r"(?:^|\s)#", line, maxsplit=1)[0])
         except ValueError as error:
-            raise SystemExit(f"{where}: {error}") from error
+            raise SystemExit(str(error)) from error
+        if arguments[:2] == ["adahessian", "train"]:
+            del arguments[:2]
         if not arguments:
             return
-        try:
-            train = parse_train(arguments)
-        except SystemExit as error:
-            # What is no text has been said already, by the parser of options.
-            raise SystemExit(f"{where}: {error.code if isinstance(error.code, str) else line}") from error
+        train = parse_train(arguments)
         session = train.session
         if session.overwrite or session.resume or session.output != Session.output:
-            raise SystemExit(f"{where}: --output, --resume and --overwrite are the queue's own business")
+            raise SystemExit("--output, --resume and --overwrite are the queue's own business")
+        if session.stop_after_epochs or session.stop_after_steps:
+            raise SystemExit(
+                "a queue works until its runs are finished, or for some --minutes: leave --stop-after away"
+            )
         data_dir = self.data_dir if session.data_dir == Session.data_dir else session.data_dir
         session = replace(session, output=self.output, data_dir=data_dir, resume=True, shared=self.at_once > 1)
         common = ["--output", str(self.output), "--data-dir", str(data_dir), "--resume", "--seeds"]
@@ -152,7 +169,7 @@ class _Job:
     def identity(self) -> dict[str, Any]:
         return self.plan.identity(processes=1)
 
-    def refuse_another(self, where: str) -> None:
+    def refuse_another(self) -> None:
         """Refuse a finished run of that name that is not this one."""
         place = self.plan.files.result
         if not place.exists():
@@ -160,15 +177,15 @@ class _Job:
         try:
             result = read_result(place)
         except NotARunError as error:
-            raise SystemExit(f"{where}: {error}") from error
+            raise SystemExit(str(error)) from error
         if differing := differences(result.identity, self.identity):
-            raise SystemExit(f"{where}: {place} is another run, which differs in {differing}: give this one a --name")
+            raise SystemExit(f"{place} is another run, which differs in {differing}: give this one a --name")
 
 
 class _Running:
     """A run in a process of its own, which ends without harm to the others whatever happens to it."""
 
-    def __init__(self, job: _Job, console: Console) -> None:
+    def __init__(self, job: _Job, environment: dict[str, str], console: Console) -> None:
         self._job = job
         self._console = console
         self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -178,6 +195,7 @@ class _Running:
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=subprocess.STDOUT,
+            env=environment,
         )
 
     def end(self) -> None:
