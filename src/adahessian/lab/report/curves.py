@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from adahessian.lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from adahessian.lab.report.costs import hardware
@@ -40,6 +41,8 @@ _TRAIN_LOSS = Metric(name="train_loss", title="training loss", higher_is_better=
 
 # With more choices than this, the lines of single seeds are left out: nobody could follow them.
 _MOST_WITH_SEEDS = 8
+
+_TITLE_WIDTH = 70
 
 # Share of the epochs whose values decide no axis: the way to the first sensible network hides all that follows.
 _FIRST = 0.1
@@ -91,8 +94,12 @@ def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Fig
         for (group, look), title in zip(_looks(groups, theme), titles, strict=True):
             _draw_group(axes, group, metric, by, length, look, title, seeds=len(groups) <= _MOST_WITH_SEEDS)
         name, *of_unit = metric.title.split(", ", 1)
-        axes.set(title=", ".join([f"{name} by {by}", *of_unit]), xlabel=unit)
-        _limit(axes, groups, metric)
+        title = f"{section_title(groups[0])}: {', '.join([f'{name} by {by}', *of_unit])}"
+        axes.set(title=textwrap.fill(title, _TITLE_WIDTH), xlabel=unit)
+        if by == "epoch":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if _limit(axes, groups, metric):
+            axes.set_xlabel(f"{unit} (the first lie outside)")
         figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -146,18 +153,19 @@ def _unit(groups: Sequence[Group]) -> tuple[str, float]:
     return f"{name} of training", length
 
 
-def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> None:
-    """Choose the scale: logarithmic for a loss, and for a metric what comes after the first epochs."""
+def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> bool:
+    """Choose the scale: logarithmic for a loss, and for a metric what comes after the first epochs.
+
+    Returns whether some of these do not fit.
+    """
     if metric is _TRAIN_LOSS:
         axes.set_yscale("log")
-        return
-    values = [
-        value
-        for group in groups
-        for run in group.finished
-        for value in _curve(run, metric, "epoch", 1.0)[1][math.ceil(_FIRST * len(run.epochs)) :]
-    ]
-    if values:
-        low, high = min(values), max(values)
-        margin = 0.05 * (high - low) or 0.5
-        axes.set_ylim(low - margin, high + margin)
+        return False
+    curves = [_curve(run, metric, "epoch", 1.0)[1] for group in groups for run in group.finished]
+    values = [value for curve in curves for value in curve[int(_FIRST * len(curve)) :]]
+    if not values:
+        return False
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.5
+    axes.set_ylim(low - margin, high + margin)
+    return any(not low - margin <= value <= high + margin for curve in curves for value in curve)

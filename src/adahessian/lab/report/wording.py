@@ -69,7 +69,7 @@ def _one(name: str, value: Any) -> str:
     return _WORDS.get(name, name.replace("_", " ") + " {}").format(shown)
 
 
-ECONOMICAL_IN_WORDS = f"Economical: {_plainly(ECONOMICAL)}."
+ECONOMICAL_IN_WORDS = f"Economical: {_plainly(ECONOMICAL)} where compiled."
 
 
 def section_title(group: Group) -> str:
