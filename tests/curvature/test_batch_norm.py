@@ -266,6 +266,14 @@ def test_if_it_were_wrong_torchs_own_would_be_taken(monkeypatch, said):
     torch.testing.assert_close(*found)
 
 
+def test_second_derivatives_that_are_not_finite_are_left_to_torch(said):
+    model = model_with_batch_norm()
+    optimizer = AdaHessian(model.parameters())
+    curvature = Curvature(model, lambda m, x: m(x).square().mean() * float("inf"), optimizer)
+    assert curvature.measure(torch.randn(16, 4))
+    assert any("left to torch" in message and "not finite" in message for message in said.messages)
+
+
 def test_a_state_that_a_module_keeps_is_told_of(said):
     class Keeps(nn.Module):
         def __init__(self):

@@ -221,7 +221,10 @@ class Engine:
         again = reference(self._problem, part)
         if expected is None or again is None:
             return False
-        return errors(again.diagonal, expected.diagonal)[0] > _STEADY
+        try:
+            return errors(again.diagonal, expected.diagonal)[0] > _STEADY
+        except UnfitError:  # nothing of it is finite
+            return False
 
     def _why_not_functional(self) -> str | None:
         """Why the loss cannot be taken for a function of the optimizer's parameters, if it cannot."""
