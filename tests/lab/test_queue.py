@@ -80,6 +80,13 @@ def test_a_list_of_nothing_is_refused(tmp_path):
         queue(tmp_path, "# to come").run()
 
 
+@pytest.mark.parametrize("seeds", ["--seeds 1 2", "--seeds=1"])
+def test_a_run_is_started_by_a_command_that_reads_well(tmp_path, seeds):
+    first, *_ = queue(tmp_path, f"digits {seeds} --epochs 1")._jobs()
+    common = ["--output", str(tmp_path / "runs"), "--data-dir", "data", "--resume", "--seeds", "1"]
+    assert first.arguments == ["digits", "--epochs", "1", *common]
+
+
 def test_whole_commands_are_understood(tmp_path):
     (job,) = queue(tmp_path, f"adahessian train {SHORT}")._jobs()
     assert job.plan.experiment.name == "digits"

@@ -151,8 +151,17 @@ class Queue:
         session = replace(session, output=self.output, data_dir=data_dir, resume=True, shared=self.at_once > 1)
         common = ["--output", str(self.output), "--data-dir", str(data_dir), "--resume", "--seeds"]
         for plan in replace(train, session=session).plans():
-            # Of an option that comes twice the last counts.
-            yield _Job([*arguments, *["--shared"] * session.shared, *common, str(plan.seed)], plan)
+            own = [*_without_seeds(arguments), *["--shared"] * session.shared, *common, str(plan.seed)]
+            yield _Job(own, plan)
+
+
+def _without_seeds(arguments: list[str]) -> Iterator[str]:
+    is_seed = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_seed = argument.partition("=")[0] == "--seeds"
+        if not is_seed:
+            yield argument
 
 
 @dataclass(frozen=True)
