@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from adahessian.curvature.replaced import Replaced
+from adahessian.curvature.replaced import Replaced, replaced_by_name
 
 _FUSED = F.scaled_dot_product_attention
 
@@ -23,7 +22,7 @@ def plain_attention() -> Iterator[None]:
     Torch's own math kernel mixes dtypes when ``torch.func`` differentiates it under autocast. Modes are off inside
     ``F.multi_head_attention_forward``, which looks the function up by its name.
     """
-    with Replaced({_FUSED: attention}), patch.object(F, "scaled_dot_product_attention", attention):
+    with Replaced({_FUSED: attention}), replaced_by_name([(F, "scaled_dot_product_attention", attention)]):
         yield
 
 

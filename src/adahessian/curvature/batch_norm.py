@@ -25,10 +25,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``torch.nn.functional.batch_norm``, in training by :func:`by_batch`."""
-    channels = input.shape[1] if input.dim() > 1 else 0
-    values = input.numel() // channels if channels else 0
-    fits = all(each is None or each.shape == (channels,) for each in (running_mean, running_var, weight, bias))
-    if not training or values < 2 or not fits:
+    if not (training and fits(input, running_mean, running_var, weight, bias)):
         # What it refuses, it refuses in its own words.
         return TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
     output, mean, variance = by_batch(input, weight, bias, eps)
@@ -37,8 +34,16 @@ def batch_norm(
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             # Of the batch the variance is the mean square, of what runs along the estimate from a sample.
+            values = input.numel() // input.shape[1]
             running_var.lerp_((variance * (values / (values - 1))).to(running_var.dtype), momentum)
     return output
+
+
+def fits(input: Tensor, *of_channels: Tensor | None) -> bool:
+    """Whether a batch has several values a channel, and what belongs to channels is one value for each."""
+    channels = input.shape[1] if input.dim() > 1 else 0
+    several = channels > 0 and input.numel() > channels
+    return several and all(each is None or each.shape == (channels,) for each in of_channels)
 
 
 def by_batch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,11 +31,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
-from adahessian.curvature.written_out import Pass, are_plain, gradient_in_torchs_operations
-
-_TORCHS_OWN = functional.batch_norm
+from adahessian.curvature.batch_norm import TORCHS_OWN, fits
+from adahessian.curvature.written_out import Pass, applied, are_plain, gradient_in_torchs_operations
 
 
 def batch_norm(
@@ -50,15 +48,13 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``torch.nn.functional.batch_norm``, in a pass; torch's own where the formulas above are not for it."""
-    channels = input.shape[1] if input.dim() > 1 else 0
-    several = channels > 0 and input.numel() > channels
     running = [each for each in (running_mean, running_var) if each is not None]
-    fits = all(each is None or each.shape == (channels,) for each in (*running, weight, bias))
     constant = not any(each.requires_grad for each in running)
-    if training is True and eps > 0 and several and fits and constant and are_plain(input, weight, bias):
-        y: Tensor = _BatchNorm.apply(of_pass, input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-untyped-call]
+    usual = training is True and eps > 0 and constant and fits(input, *running, weight, bias)
+    if usual and are_plain(input, weight, bias):
+        y: Tensor = applied(_BatchNorm, of_pass, input, weight, bias, running_mean, running_var, momentum, eps)
         return y
-    return _TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 class _BatchNorm(Function):
@@ -84,10 +80,10 @@ class _BatchNorm(Function):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         by_inputs: tuple[Tensor | None, ...]
         if ctx.of_pass.is_at_gradient:
-            by_inputs = _Gradient.apply(gradients[0], x, weight, mean, rstd, ctx.eps)  # type: ignore[no-untyped-call]
+            by_inputs = applied(_Gradient, gradients[0], x, weight, mean, rstd, ctx.eps)
         else:
             by_inputs = gradient_in_torchs_operations(
-                lambda x, weight, bias: _TORCHS_OWN(x, None, None, weight, bias, True, eps=ctx.eps),
+                lambda x, weight, bias: TORCHS_OWN(x, None, None, weight, bias, True, eps=ctx.eps),
                 (x, weight, bias),
                 ctx.needs_input_grad[1:4],
                 gradients,

@@ -35,7 +35,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.written_out import Pass, are_plain, gradient_in_torchs_operations, in_full_precision
+from adahessian.curvature.written_out import Pass, applied, are_plain, gradient_in_torchs_operations, in_full_precision
 
 _TORCHS_OWN = torch.lstm
 
@@ -77,8 +77,7 @@ def _layer(
     gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None)
     if backwards:
         gates = gates.flip(0)
-    outputs: tuple[Tensor, ...] = _Recurrence.apply(of_pass, gates, of_hidden, h_0, c_0)  # type: ignore[no-untyped-call]
-    h, c_n = outputs[:2]
+    h, c_n = applied(_Recurrence, of_pass, gates, of_hidden, h_0, c_0)
     return h.flip(0) if backwards else h, c_n
 
 
@@ -107,7 +106,7 @@ class _Recurrence(Function):
         by_inputs: tuple[Tensor | None, ...]
         with in_full_precision(gradients[0]):
             if ctx.of_pass.is_at_gradient:
-                by_inputs = _Gradient.apply(*gradients, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+                by_inputs = applied(_Gradient, *gradients, *ctx.saved_tensors)
             else:
                 by_inputs = gradient_in_torchs_operations(
                     _in_torchs_operations, ctx.saved_tensors[:4], ctx.needs_input_grad[1:], gradients

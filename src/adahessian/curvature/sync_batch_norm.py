@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from adahessian.curvature.replaced import replaced_by_name
+from adahessian.curvature.written_out import applied
 
 _original = nn.SyncBatchNorm.forward
 
@@ -30,7 +32,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    total: Tensor = applied(_SumOverRanks, tensor, group)
     return total
 
 
@@ -42,7 +44,7 @@ def communicates(model: nn.Module) -> bool:
 @contextmanager
 def differentiable_sync_batch_norm() -> Iterator[None]:
     """Inside, ``SyncBatchNorm`` is computed by :func:`sync_batch_norm`. Torch's own has no second derivative."""
-    with patch.object(nn.SyncBatchNorm, "forward", _forward):
+    with replaced_by_name([(nn.SyncBatchNorm, "forward", _forward)]):
         yield
 
 

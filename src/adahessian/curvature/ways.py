@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -129,7 +128,7 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What torch differentiates twice by many small operations."""
     return [
-        (F, "batch_norm", partial(eager_batch_norm.batch_norm, of_pass)),
+        (nn.functional, "batch_norm", partial(eager_batch_norm.batch_norm, of_pass)),
         (torch._VF, "lstm", partial(eager_lstm.lstm, of_pass)),
     ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)
 _DTYPES = (torch.float32, torch.float64)
@@ -22,6 +22,11 @@ class Pass:
 
     def __init__(self) -> None:
         self.is_at_gradient = False
+
+
+def applied(function: type[Function], *args: Any) -> Any:
+    """What a custom function returns: of anything but the class of all of them ``apply`` has no type."""
+    return function.apply(*args)
 
 
 def are_plain(*tensors: Tensor | None) -> bool:

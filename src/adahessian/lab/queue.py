@@ -197,7 +197,7 @@ class _Running:
     def __init__(self, job: _Job, environment: dict[str, str], console: Console) -> None:
         self._job = job
         self._console = console
-        self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  end() closes it
         console.print(f"begins    {job.title}")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "adahessian", "train", *job.arguments],
