@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from adahessian.lab.command import main
 from adahessian.lab.queue import Queue
@@ -144,16 +145,24 @@ def taken_by_another_process(folder):
     process.communicate("\n")
 
 
-def test_whoever_stops_listening_leaves_no_run_behind(tmp_path):
-    file = tmp_path / "queue.txt"
-    file.write_text(f"{SHORT.replace('--epochs 1', '--epochs 10000')} --seeds 1 2")
-    command = [sys.executable, "-m", "adahessian", "queue", str(file), "--output", str(tmp_path), "--minutes", "0.2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=60) != 0
-    running = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(tmp_path) not in running
+def test_whoever_stops_listening_leaves_no_run_behind(tmp_path, monkeypatch):
+    started = []
+    start, say = subprocess.Popen, Console.print
+
+    def remember(*args, **kwargs):
+        started.append(start(*args, **kwargs))
+        return started[-1]
+
+    def say_until_the_first_has_begun(console, *args, **kwargs):
+        if started:
+            raise BrokenPipeError
+        say(console, *args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", remember)
+    monkeypatch.setattr(Console, "print", say_until_the_first_has_begun)
+    with pytest.raises(BrokenPipeError):
+        queue(tmp_path, f"{SHORT.replace('--epochs 1', '--epochs 10000')} --seeds 1 2", at_once=2).run()
+    assert [process.poll() is None for process in started] == [False]
 
 
 def test_when_time_is_over_runs_end_with_a_checkpoint(tmp_path, capfd):
