@@ -80,7 +80,8 @@ class Queue:
         with ExitStack() as stack, Interruption(tell) as interruption:
             while running or (waiting and not is_stopping):
                 while waiting and len(running) < self.at_once and not is_stopping:
-                    running.append(_Running(waiting.pop(0), self._environment(), console))
+                    said = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
+                    running.append(_Running(waiting.pop(0), said, self._environment(), console))
                     stack.callback(running[-1].end)  # whatever happens here, no run is left alone
                 if not is_stopping and (interruption.asked or time.monotonic() > until):
                     is_stopping = True
@@ -194,10 +195,10 @@ class _Job:
 class _Running:
     """A run in a process of its own, which ends without harm to the others whatever happens to it."""
 
-    def __init__(self, job: _Job, environment: dict[str, str], console: Console) -> None:
+    def __init__(self, job: _Job, said: IO[str], environment: dict[str, str], console: Console) -> None:
         self._job = job
         self._console = console
-        self._said: IO[Any] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  end() closes it
+        self._said = said
         console.print(f"begins    {job.title}")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "adahessian", "train", *job.arguments],
@@ -212,12 +213,12 @@ class _Running:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait()
-        self._said.close()
 
     def tell(self) -> None:
         """Say what it has come to."""
         self._said.seek(0)
         lines = [line for line in self._said.read().splitlines() if line.strip()]
+        self._said.close()
         if self.process.returncode == 0:
             self._console.print(f"finished  {lines[-1] if lines else self._job.title}")
         elif self.process.returncode in _STOPPED:
