@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _by_name = threading.RLock()
@@ -49,3 +50,8 @@ def replaced_by_name(replacements: Sequence[tuple[Any, str, Callable[..., Any]]]
         finally:
             for module, name, function in before:
                 setattr(module, name, function)
+
+
+def keepers(model: nn.Module, function: Callable[..., Any]) -> list[tuple[nn.Module, str]]:
+    """The modules that keep a function, as transformers keep their activation, and its name there."""
+    return [(module, name) for module in model.modules() for name, value in vars(module).items() if value is function]
