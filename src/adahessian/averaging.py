@@ -104,7 +104,9 @@ class Blocks:
         Without a gradient every block counts as measured.
         """
         values = self._values(diagonal, gradient, averaging)
-        return Estimate(values, values.square().isfinite().all().logical_not())
+        # The largest is NaN if any is.
+        largest = values.max() if values.numel() else values.new_zeros(())
+        return Estimate(values, largest.square().isfinite().logical_not())
 
     def _values(self, diagonal: Tensor, gradient: Tensor | None, averaging: Averaging) -> Tensor:
         values = self.average(diagonal, averaging).abs()
