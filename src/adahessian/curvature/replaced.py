@@ -52,6 +52,14 @@ def replaced_by_name(replacements: Sequence[tuple[Any, str, Callable[..., Any]]]
                 setattr(module, name, function)
 
 
-def keepers(model: nn.Module, function: Callable[..., Any]) -> list[tuple[nn.Module, str]]:
-    """The modules that keep a function, as transformers keep their activation, and its name there."""
-    return [(module, name) for module in model.modules() for name, value in vars(module).items() if value is function]
+def kept_by_modules(
+    model: nn.Module, replacements: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
+    """What :func:`replaced_by_name` takes for functions that modules keep, as transformers keep their activation."""
+    by_id = {id(function): instead for function, instead in replacements.items()}
+    return [
+        (module, name, by_id[id(value)])
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if id(value) in by_id
+    ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature import batch_norm, eager_batch_norm, eager_gelu, eager_lstm
+from adahessian.curvature import batch_norm, eager_activations, eager_batch_norm, eager_lstm
 from adahessian.curvature.attention import attention, plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
@@ -28,7 +28,7 @@ from adahessian.curvature.isolation import (
     model_untouched,
     random_streams_untouched,
 )
-from adahessian.curvature.replaced import Replaced, keepers, replaced_by_name
+from adahessian.curvature.replaced import Replaced, kept_by_modules, replaced_by_name
 from adahessian.curvature.written_out import Pass
 from adahessian.sharding import whole_parameters
 
@@ -98,7 +98,7 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
     Args:
         problem: The loss.
-        written_out: Whether batch norm, LSTMs and GELU have their second derivatives written out, and not by torch.
+        written_out: Whether layers and activations have their second derivatives written out, where there are formulas.
     """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -127,13 +127,14 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
 def _written_out(of_pass: Pass, model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What torch differentiates twice by many small operations."""
-    gelu = partial(eager_gelu.gelu, of_pass)
+    gelu, silu = (partial(function, of_pass) for function in (eager_activations.gelu, eager_activations.silu))
     return [
         (nn.functional, "batch_norm", partial(eager_batch_norm.batch_norm, of_pass)),
         (torch._VF, "lstm", partial(eager_lstm.lstm, of_pass)),
         (nn.functional, "scaled_dot_product_attention", attention),
         (nn.functional, "gelu", gelu),
-        *((module, name, gelu) for module, name in keepers(model, eager_gelu.TORCHS_OWN)),
+        (nn.functional, "silu", silu),
+        *kept_by_modules(model, {eager_activations.TORCHS_GELU: gelu, eager_activations.TORCHS_SILU: silu}),
     ]
 
 
