@@ -36,7 +36,7 @@ def without(libraries, then="pass"):
         [sys.executable, "-W", "error", "-c", WITHOUT.format(libraries=list(libraries), then=then)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

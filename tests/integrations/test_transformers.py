@@ -337,7 +337,7 @@ def test_names_the_extra(monkeypatch, library):
 
 def test_the_example_runs_from_anywhere(tmp_path):
     run = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "20"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, EXAMPLE, "--steps", "20"], cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout.split()[-1]) < 4.0, run.stdout

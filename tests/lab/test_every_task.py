@@ -245,14 +245,14 @@ def test_two_processes(tmp_path):
             [*command, "adahessian", *arguments],
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     said = train("whole")
-    assert said.count("test accuracy") == 2
+    assert said.count("epoch 2/2") == said.count(".json") == 1, "the first process alone speaks"
     train("stopped", "--stop-after-epochs", "1")
     train("stopped", "--resume")
     (result,) = (json.loads(file.read_text()) for file in (tmp_path / "whole").rglob("*_seed-*.json"))

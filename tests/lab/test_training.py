@@ -93,20 +93,22 @@ def undisturbed(tmp_path_factory) -> Path:
 def test_interrupted_and_resumed_it_ends_in_the_same_bits(tmp_path, undisturbed, number):
     """By a signal at whatever step it arrives; often checkpointed, so that a kill leaves one in the middle."""
     run = start(tmp_path, "--checkpoint-minutes", "0.0001")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not list(tmp_path.rglob("checkpoint.pt")):
         assert time.monotonic() < deadline
-        assert run.poll() is None, run.communicate()[0]
+        if run.poll() is not None:
+            assert run.returncode == 0, run.communicate()[0]
+            pytest.skip("it was faster than the look at it")
         time.sleep(0.005)
     run.send_signal(number)
-    said = run.communicate(timeout=120)[0]
+    said = run.communicate(timeout=600)[0]
     if list(tmp_path.rglob("*_seed-*.json")):
         pytest.skip("it was faster than the signal")
     if number != signal.SIGKILL:
         assert run.returncode == 130
         assert "--resume goes on" in said
     continued = start(tmp_path, "--resume")
-    said = continued.communicate(timeout=120)[0]
+    said = continued.communicate(timeout=600)[0]
     assert continued.returncode == 0, said
     assert_same_run(tmp_path, undisturbed)
     assert len(result_of(tmp_path)["provenance"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,7 +43,9 @@ class Interruption:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = True
-            self._on_asked()
+            # Nobody may write to a stream in the middle of a write to it. What then is not said is done all the same.
+            with suppress(RuntimeError):
+                self._on_asked()
 
 
 def _hangup() -> list[signal.Signals]:
