@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import reference
 from adahessian import averaging as averaging_module
+from adahessian import update as update_module
 from adahessian.averaging import Estimate, blocks_of, estimate_all
-from adahessian.update import update_hessian_rms
+from adahessian.update import update_hessian_rms, update_parameters
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
 layouts = st.sampled_from(["auto", "kernel", "row", "none"])
@@ -115,3 +116,41 @@ def test_averages_that_are_updated_together_are_each_by_itself(beta2):
             torch.testing.assert_close(a, b)
     assert [int(count) for count in together[2]] == [0, 1, 0, 0, 0]
     assert [float(age) for age in together[1]] == [1.0, 1.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("hessian_power", [1.0, 0.5])
+def test_a_step_in_parts_is_the_step(monkeypatch, hessian_power, capturable):
+    shapes = [(7,), (5, 10), (6, 3, 3, 3), (9, 8), (2, 64), (), (0, 3)]
+    sizes = [32, 4, 32, 1, 4, 32, 32]
+    blocks = [blocks_of(torch.Size(shape), "auto", size) for shape, size in zip(shapes, sizes, strict=True)]
+    settings = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "eps": 1e-4,
+        "weight_decay": 0.01,
+        "hessian_power": hessian_power,
+        "maximize": False,
+        "capturable": capturable,
+        "foreach": False,
+    }
+
+    def stepped():
+        generator = torch.Generator().manual_seed(0)
+        params, grads, exp_avgs = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3))
+        rms = [torch.rand(of.block_shape, generator=generator) for of in blocks]
+        update_parameters(params, grads, exp_avgs, rms, [torch.tensor(3.0)] * len(shapes), blocks, **settings)
+        return params, exp_avgs
+
+    whole = stepped()
+    splits = []
+    original = torch.Tensor.split
+
+    def watched(tensor, rows):
+        splits.append(rows)
+        return original(tensor, rows)
+
+    monkeypatch.setattr(update_module, "AT_A_TIME", 6)
+    monkeypatch.setattr(torch.Tensor, "split", watched)
+    torch.testing.assert_close(stepped(), whole)
+    assert set(splits) == {6, 2, 1}

@@ -13,11 +13,15 @@ and no second bias correction to apply.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from adahessian.averaging import SMALL, Blocks, Estimate, numbered
+
+# Values of blocks that an update takes at a time on a CPU.
+AT_A_TIME = 1 << 20
 
 
 def update_hessian_rms(
@@ -167,16 +171,24 @@ def _plain_update(
 ) -> None:
     """The ground truth, a tensor at a time."""
     for param, grad, exp_avg, rms, step, of in zip(params, grads, exp_avgs, hessian_rms, steps, blocks, strict=True):
-        if weight_decay:
-            param.mul_(1 - lr * weight_decay)
-        exp_avg.lerp_(-grad if maximize else grad, 1 - beta1)
-        v = (rms if hessian_power == 1 else rms.pow(hessian_power)) + eps
-        scale = 1.0
-        if capturable:
-            v.mul_((beta1**step - 1) / lr)
-        else:
-            scale = -float(lr) / (1 - beta1 ** step.item())
-        of.view(param).addcdiv_(of.view(exp_avg), of.expand(v), value=scale)
+        scale = 1.0 if capturable else -float(lr) / (1 - beta1 ** step.item())
+        parts = _in_parts(rms, param, grad, exp_avg, of.view(param), of.view(exp_avg))
+        for rms_of_part, theta, g, m, theta_in_blocks, m_in_blocks in parts:
+            if weight_decay:
+                theta.mul_(1 - lr * weight_decay)
+            m.lerp_(-g if maximize else g, 1 - beta1)
+            v = (rms_of_part if hessian_power == 1 else rms_of_part.pow(hessian_power)) + eps
+            if capturable:
+                v.mul_((beta1**step - 1) / lr)
+            theta_in_blocks.addcdiv_(m_in_blocks, of.expand(v), value=scale)
+
+
+def _in_parts(rms: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows of averages and of what has as many: on a CPU few, as fresh memory for a large tensor is slow to come by."""
+    if rms.device.type != "cpu" or rms.numel() <= AT_A_TIME:
+        return [(rms, *others)]
+    rows = max(AT_A_TIME * len(rms) // rms.numel(), 1)
+    return zip(*(tensor.split(rows) for tensor in (rms, *others)), strict=True)
 
 
 def _foreach_update(
