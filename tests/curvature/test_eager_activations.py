@@ -108,20 +108,19 @@ def found_by(loss, model, *, written_out):
     return double_backward(problem, written_out=written_out)(x, problem.draw, False)
 
 
+ACTIVATIONS = {
+    "module": nn.GELU(),
+    "approximate module": nn.GELU("tanh"),
+    "module of silu": nn.SiLU(),
+    "called by name": lambda x: F.gelu(x, approximate="tanh"),
+    "silu called by name": lambda x: F.silu(x),
+    "kept": F.gelu,  # by the model, as transformers do, and torch's own layers
+    "silu kept": F.silu,
+}
+
+
 @pytest.mark.parametrize("make", [Model, Checkpointed])
-@pytest.mark.parametrize(
-    "activation",
-    [
-        nn.GELU(),
-        nn.GELU("tanh"),
-        nn.SiLU(),
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: F.silu(x),
-        F.gelu,  # kept by the module, as transformers do, and torch's own layers
-        F.silu,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_a_pass_finds_the_same_whoever_calls_it(make, activation, applications):
     torch.manual_seed(0)
     model = make(activation).double()
