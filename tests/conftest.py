@@ -36,7 +36,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Whatever ran before: a test that draws random numbers draws the same in each run."""
+    """Whatever ran before, a test draws the same random numbers in each run; fixtures of a module seed themselves."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)

@@ -104,7 +104,7 @@ class Blocks:
         Without a gradient every block counts as measured.
         """
         values = self._values(diagonal, gradient, averaging)
-        # The largest is NaN if any is.
+        # Magnitudes, or -1: the largest square is that of the largest, which is NaN if any is.
         largest = values.max() if values.numel() else values.new_zeros(())
         return Estimate(values, largest.square().isfinite().logical_not())
 

@@ -78,16 +78,11 @@ def update_hessian_rms(
 
 def _folded(hessian_rms: Tensor, values: Tensor, weight: Tensor, accepted: Tensor) -> Tensor:
     """What an average becomes, element by element."""
-    on_cpu = hessian_rms.device.type == "cpu" and hessian_rms.numel() > 0
-    if on_cpu and accepted.all() and values.min() >= 0 and hessian_rms.max() < math.inf:
-        # Nothing to mask, as in all measurements but few; on a CPU finding out costs less than the masks.
-        return hessian_rms.square().lerp_(values.square(), weight).sqrt_()
-    unmeasured = hessian_rms.isinf()
-    untouched = values.lt(0)
-    squared = values.square().masked_fill_(untouched, 0.0)
-    previous = hessian_rms.masked_fill(unmeasured, 0.0)
-    updated = (previous * previous).lerp_(squared, weight).sqrt_()
-    return torch.where(accepted & ~(untouched & unmeasured), updated, hessian_rms)
+    # Infinite is what is unmeasured, negative what is untouched: of both their product is minus infinity.
+    unknown = (hessian_rms * values).eq(-math.inf)
+    squared = values.clamp(min=0.0).square_()
+    updated = hessian_rms.nan_to_num(posinf=0.0).square_().lerp_(squared, weight).sqrt_()
+    return torch.where(accepted, updated.masked_fill_(unknown, math.inf), hessian_rms)
 
 
 def _taken_together(tensors: list[Tensor]) -> list[list[int]]:

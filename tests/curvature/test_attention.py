@@ -6,12 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
-from adahessian import AdaHessian
 from adahessian.curvature import attention as module
 from adahessian.curvature.attention import attention, plain_attention
-from adahessian.curvature.ways import Problem, double_backward
 
 KEYS = torch.tensor([[1, 0, 0, 1, 1], [0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]]).bool()
 
@@ -70,44 +67,6 @@ def twice(function, **arguments):
 )
 def test_it_is_torchs_own_with_both_derivatives(arguments):
     torch.testing.assert_close(twice(attention, **arguments), twice(F.scaled_dot_product_attention, **arguments))
-
-
-def test_a_pass_that_is_not_compiled_takes_it():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.MultiheadAttention(6, 2, batch_first=True)
-            self.own = nn.Linear(6, 18)
-
-        def forward(self, x):
-            query, key, value = self.own(self.layer(x, x, x, need_weights=False)[0]).unsqueeze(1).chunk(3, dim=-1)
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    torch.manual_seed(0)
-    model = Model().double()
-    problem = Problem(model, lambda model, x: model(x).square().mean(), AdaHessian(model.parameters()))
-    seen = []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x = torch.randn(3, 5, 6, dtype=torch.float64)
-    found = []
-    for written_out in (True, False):
-        seen.clear()
-        with Watch():
-            found.append(double_backward(problem, written_out=written_out)(x, problem.draw, False))
-        assert (F.scaled_dot_product_attention in seen) != written_out
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_sequences_of_several_lengths_are_torchs_own():
-    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
-    found, expected = (f(nested, nested, nested) for f in (attention, F.scaled_dot_product_attention))
-    torch.testing.assert_close(found.unbind(), expected.unbind())
 
 
 def test_heads_that_share_keys():

@@ -41,24 +41,21 @@ def attention(
     .. math::
         \operatorname{softmax}(s \, Q K^\top + M) \, V
     """
-    if query.is_nested:
-        return _FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale) @ key.transpose(-2, -1)
-    blind = None
-    # What is shut out is so by a sum: unlike a choice, that leaves nothing to do to any derivative.
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
-    elif attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill(~attn_mask, -math.inf)
-        # As torch does: a row without any key attends to nothing. Of minus infinities alone all derivatives are NaN.
-        blind = attn_mask.eq(-math.inf).all(-1, keepdim=True)
-        scores = scores + attn_mask.masked_fill(blind, 0.0)
-    weights = scores.softmax(-1)
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        shut = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.eq(-math.inf)
+        if attn_mask.dtype != torch.bool:
+            scores = scores + attn_mask.masked_fill(shut, 0.0)
+        # As torch does: a row without any key attends to nothing. Minus infinity would make all derivatives NaN.
+        scores = scores.masked_fill(shut, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).masked_fill(shut.all(-1, keepdim=True), 0.0)
     if dropout_p > 0:
         weights = F.dropout(weights, dropout_p)
-    attended = weights.to(value.dtype) @ value
-    return attended if blind is None else attended.masked_fill(blind, 0.0)
+    return weights.to(value.dtype) @ value

@@ -38,7 +38,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.written_out import Pass, applied, are_plain, gradient_in_torchs_operations
+from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations
 
 TORCHS_GELU, TORCHS_SILU = functional.gelu, functional.silu
 _KAPPA, _C = math.sqrt(2 / math.pi), 0.044715
@@ -46,14 +46,14 @@ _KAPPA, _C = math.sqrt(2 / math.pi), 0.044715
 
 def gelu(of_pass: Pass, input: Tensor, *, approximate: str = "none") -> Tensor:
     """``torch.nn.functional.gelu``, in a pass; torch's own where tensors are not plain ones."""
-    if approximate in _GELU and are_plain(input):
+    if approximate in _GELU and of_pass.takes(input):
         return _activated(of_pass, input, _GELU[approximate])
     return TORCHS_GELU(input, approximate=approximate)
 
 
 def silu(of_pass: Pass, input: Tensor, inplace: bool = False) -> Tensor:
     """``torch.nn.functional.silu``, in a pass; torch's own in place, and where tensors are not plain ones."""
-    if not inplace and are_plain(input):
+    if not inplace and of_pass.takes(input):
         return _activated(of_pass, input, _SILU)
     return TORCHS_SILU(input, inplace=inplace)
 
@@ -75,13 +75,14 @@ class _Activated(Function):
     @staticmethod
     def forward(ctx: Any, of_pass: Pass, x: Tensor, activation: _Activation) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.of_pass, ctx.activation = of_pass, activation
+        ctx.activation = activation
+        of_pass.remember(ctx)
         return activation.function(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        if ctx.of_pass.is_at_gradient:
+        if Pass.is_last_gradient(ctx):
             return None, applied(_Gradient, gradients[0], x, ctx.activation), None
         (by_x,) = gradient_in_torchs_operations(ctx.activation.function, (x,), (True,), gradients)
         return None, by_x, None

@@ -33,7 +33,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from adahessian.curvature.batch_norm import TORCHS_OWN, fits
-from adahessian.curvature.written_out import Pass, applied, are_plain, gradient_in_torchs_operations
+from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations
 
 
 def batch_norm(
@@ -51,7 +51,7 @@ def batch_norm(
     running = [each for each in (running_mean, running_var) if each is not None]
     constant = not any(each.requires_grad for each in running)
     usual = training is True and eps > 0 and constant and fits(input, *running, weight, bias)
-    if usual and are_plain(input, weight, bias):
+    if usual and of_pass.takes(input, weight, bias):
         y: Tensor = applied(_BatchNorm, of_pass, input, weight, bias, running_mean, running_var, momentum, eps)
         return y
     return TORCHS_OWN(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -72,14 +72,15 @@ class _BatchNorm(Function):
     ) -> Tensor:
         y, mean, rstd = torch.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.of_pass, ctx.eps = of_pass, eps
+        ctx.eps = eps
+        of_pass.remember(ctx)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         by_inputs: tuple[Tensor | None, ...]
-        if ctx.of_pass.is_at_gradient:
+        if Pass.is_last_gradient(ctx):
             by_inputs = applied(_Gradient, gradients[0], x, weight, mean, rstd, ctx.eps)
         else:
             by_inputs = gradient_in_torchs_operations(

@@ -35,7 +35,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.written_out import Pass, applied, are_plain, gradient_in_torchs_operations, in_full_precision
+from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations, in_full_precision
 
 _TORCHS_OWN = torch.lstm
 
@@ -48,7 +48,7 @@ def lstm(of_pass: Pass, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     directions = 2 if bidirectional else 1
     of_each = 4 if has_biases else 2
     fits = x.dim() == 3 and x.numel() and len(params) == num_layers * directions * of_each
-    if not fits or not are_plain(x, h_0, c_0, *params):
+    if not fits or not of_pass.takes(x, h_0, c_0, *params):
         return _TORCHS_OWN(*args)
     state = (num_layers * directions, x.shape[0 if batch_first else 1], params[1].shape[-1])
     if h_0.shape != state or c_0.shape != state:
@@ -96,7 +96,7 @@ class _Recurrence(Function):
             i, f = i_and_f[t].sigmoid_().unbind(1)
             torch.mul(f, cs[t], out=cs[t + 1]).addcmul_(i, z[t].tanh_()[:, 0])
             torch.mul(o[t].sigmoid_()[:, 0], torch.tanh(cs[t + 1], out=tanh_t), out=hs[t + 1])
-        ctx.of_pass = of_pass
+        of_pass.remember(ctx)
         ctx.save_for_backward(x, w, h_0, c_0, gates, h, c, tanh_c)
         # Copies, as users may write to what they get.
         return h[1:].clone(), cs[-1].clone()
@@ -105,7 +105,7 @@ class _Recurrence(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_inputs: tuple[Tensor | None, ...]
         with in_full_precision(gradients[0]):
-            if ctx.of_pass.is_at_gradient:
+            if Pass.is_last_gradient(ctx):
                 by_inputs = applied(_Gradient, *gradients, *ctx.saved_tensors)
             else:
                 by_inputs = gradient_in_torchs_operations(

@@ -23,7 +23,7 @@ from adahessian.curvature.ways import (
     double_backward,
     finite_difference,
     functional,
-    has_written_out,
+    has_written_out_layers,
     uncompiled,
 )
 from adahessian.messages import compiling, say, say_once
@@ -48,7 +48,8 @@ class Engine:
 
     Compiled as one function, forward over reverse is the fastest; then comes compiled double backward. Without the
     compiler double backward is as fast as any way, and takes the least memory. Whatever is chosen, unless it is torch's
-    double backward itself, is compared with that on the first batch.
+    double backward itself, is compared with that on the first batch; activations, functions of single numbers, need
+    none.
 
     Args:
         problem: The loss, and the parameters to differentiate it by.
@@ -200,7 +201,7 @@ class Engine:
     def _check_written_out(self, part: Any) -> None:
         """Leave to torch the second derivatives that are written out, should they differ from torch's."""
         problem = self._problem
-        if not has_written_out(problem.model):
+        if not has_written_out_layers(problem.model):
             return
         expected = reference(problem, part)
         with problem.random_streams_untouched():
@@ -214,7 +215,7 @@ class Engine:
                     "is no buffer? Then each measurement advances it: give it to loss_fn with the batch"
                 )
                 return
-            say(f"batch norm and LSTMs are left to torch, as what is written out does not agree with it: {unfit}")
+            say(f"all is left to torch, as batch norm or LSTMs written out do not agree with it: {unfit}")
             self._double_backward = double_backward(problem, written_out=False)
 
     def _differs_from_call_to_call(self, part: Any, expected: Reference | None) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _by_name = threading.RLock()
@@ -50,16 +49,3 @@ def replaced_by_name(replacements: Sequence[tuple[Any, str, Callable[..., Any]]]
         finally:
             for module, name, function in before:
                 setattr(module, name, function)
-
-
-def kept_by_modules(
-    model: nn.Module, replacements: Mapping[Callable[..., Any], Callable[..., Any]]
-) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
-    """What :func:`replaced_by_name` takes for functions that modules keep, as transformers keep their activation."""
-    by_id = {id(function): instead for function, instead in replacements.items()}
-    return [
-        (module, name, by_id[id(value)])
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if id(value) in by_id
-    ]

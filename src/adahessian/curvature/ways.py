@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from adahessian.curvature import batch_norm, eager_activations, eager_batch_norm, eager_lstm
-from adahessian.curvature.attention import attention, plain_attention
+from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
 from adahessian.curvature.compilation import Compiled
@@ -28,7 +28,7 @@ from adahessian.curvature.isolation import (
     model_untouched,
     random_streams_untouched,
 )
-from adahessian.curvature.replaced import Replaced, kept_by_modules, replaced_by_name
+from adahessian.curvature.replaced import Replaced, replaced_by_name
 from adahessian.curvature.written_out import Pass
 from adahessian.sharding import whole_parameters
 
@@ -108,9 +108,9 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
             stack.enter_context(
                 buffers_kept_on_success(problem.model) if keep_buffers else model_untouched(problem.model)
             )
-            this = Pass()
+            this = stack.enter_context(Pass())
             if written_out:
-                stack.enter_context(replaced_by_name(_written_out(this, problem.model)))
+                stack.enter_context(replaced_by_name(_written_out(this)))
             loss = problem.loss_fn(problem.model, part)
             _check(loss)
             params = problem.parameters
@@ -125,20 +125,18 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
     return compute
 
 
-def _written_out(of_pass: Pass, model: nn.Module) -> list[tuple[Any, str, Callable[..., Any]]]:
+def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What torch differentiates twice by many small operations."""
-    gelu, silu = (partial(function, of_pass) for function in (eager_activations.gelu, eager_activations.silu))
-    return [
-        (nn.functional, "batch_norm", partial(eager_batch_norm.batch_norm, of_pass)),
-        (torch._VF, "lstm", partial(eager_lstm.lstm, of_pass)),
-        (nn.functional, "scaled_dot_product_attention", attention),
-        (nn.functional, "gelu", gelu),
-        (nn.functional, "silu", silu),
-        *kept_by_modules(model, {eager_activations.TORCHS_GELU: gelu, eager_activations.TORCHS_SILU: silu}),
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        (nn.functional, "batch_norm", eager_batch_norm.batch_norm),
+        (torch._VF, "lstm", eager_lstm.lstm),
+        (nn.functional, "gelu", eager_activations.gelu),
+        (nn.functional, "silu", eager_activations.silu),
     ]
+    return [(module, name, partial(function, of_pass)) for module, name, function in instead]
 
 
-def has_written_out(model: nn.Module) -> bool:
+def has_written_out_layers(model: nn.Module) -> bool:
     """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own."""
     return any(isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.LSTM)) for module in model.modules())
 

@@ -14,14 +14,37 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Pass:
-    """A pass in which such functions take part.
+    """A pass in which such functions take part, as long as it lasts.
 
     Their gradients can be differentiated once more, and no further. The pass says when that is what it is going to do:
-    a gradient that is asked for before is a part of the loss, as in a gradient penalty.
+    a gradient that is asked for before is a part of the loss, as in a gradient penalty. So is one of a function that is
+    called by then, as by an autograd function whose backward takes a gradient itself.
     """
 
     def __init__(self) -> None:
         self.is_at_gradient = False
+        self._is_over = False
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, *of_an_error: object) -> None:
+        # Whoever has kept such a function has torch's own from now on.
+        self._is_over = True
+
+    def takes(self, *tensors: Tensor | None) -> bool:
+        """Whether custom functions can take tensors, here."""
+        return not self._is_over and are_plain(*tensors)
+
+    def remember(self, ctx: Any) -> None:
+        """Have a custom function, in its forward, know the pass it is called in."""
+        ctx.of_pass = self
+        ctx.is_within_gradient = self.is_at_gradient
+
+    @staticmethod
+    def is_last_gradient(ctx: Any) -> bool:
+        """Whether the gradient of such a function is the one to be differentiated just once more."""
+        return bool(ctx.of_pass.is_at_gradient) and not ctx.is_within_gradient
 
 
 def applied(function: type[Function], *args: Any) -> Any:

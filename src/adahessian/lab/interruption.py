@@ -17,7 +17,7 @@ class Interruption:
     once, as it does anywhere.
 
     Args:
-        on_asked: Called when it is first asked for.
+        on_asked: Called when it is first asked for, to say so.
     """
 
     def __init__(self, on_asked: Callable[[], None] = lambda: None) -> None:

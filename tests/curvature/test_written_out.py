@@ -1,0 +1,86 @@
+"""What is written out, in losses that take gradients themselves."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adahessian import AdaHessian
+from adahessian.curvature.ways import Problem, double_backward
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.recurrent(x.unsqueeze(1))[0].squeeze(1)
+
+
+LAYERS = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "approximate gelu": lambda: nn.GELU("tanh"),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "lstm": LSTM,
+}
+
+
+def energy(model, x):
+    return model(x).square().sum()
+
+
+def slope(model, x):
+    return torch.autograd.grad(energy(model, x), x, create_graph=True)[0]
+
+
+def of_slope(model, x):
+    x = x.detach().requires_grad_()
+    return slope(model, x).square().mean()
+
+
+def of_slope_recomputed(model, x):
+    """As energies and forces are, of molecules that take much memory."""
+    x = x.detach().requires_grad_()
+    return checkpoint(lambda x: slope(model, x), x, use_reentrant=False).square().mean()
+
+
+class Adjoint(torch.autograd.Function):
+    """The energy, whose gradient is computed anew where it is asked for."""
+
+    @staticmethod
+    def forward(ctx, model, x, *params):
+        ctx.model = model
+        ctx.save_for_backward(x)
+        with torch.enable_grad():
+            return energy(model, x.detach()).detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            params = list(ctx.model.parameters())
+            # A gradient within the gradient: it is to be differentiated as often as that is.
+            force = torch.autograd.grad(energy(ctx.model, x), x, create_graph=True)[0]
+            by_params = torch.autograd.grad(
+                energy(ctx.model, x) + force.square().sum(), params, create_graph=True, allow_unused=True
+            )
+        return None, None, *(None if each is None else g * each for each in by_params)
+
+
+def of_adjoint(model, x):
+    return Adjoint.apply(model, x, *model.parameters()) ** 2
+
+
+@pytest.mark.parametrize("loss", [energy, of_slope, of_slope_recomputed, of_adjoint])
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_gradients_within_the_loss_and_within_its_gradient(layer, loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), layer(), nn.Linear(4, 2)).double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    problem = Problem(model, loss, AdaHessian(model.parameters()))
+    ours, torchs = (double_backward(problem, written_out=way)(x, problem.draw, False) for way in (True, False))
+    torch.testing.assert_close(ours, torchs)
+    assert any(each is not None and each.any() for each in torchs.diagonal)
