@@ -37,8 +37,12 @@ def provenance(*, seed: int | list[int]) -> dict[str, Any]:
     }
 
 
+# What a number depends on: not on tests, words, or numbers that were measured before.
+_PACKAGE = Path(__file__).parents[1]
+
+
 def commit() -> str | None:
-    """The commit of this code, with ``-dirty`` behind it if files were changed since; None outside a git checkout.
+    """The commit of this code, with ``-dirty`` behind it if code was changed since; None outside a git checkout.
 
     The environment variable ``ADAHESSIAN_COMMIT`` says it instead where it is set: on a machine that was sent the files
     without their history, or onto an older one. That the folder lies in a checkout is not enough: a virtual environment
@@ -47,10 +51,11 @@ def commit() -> str | None:
     said = os.environ.get("ADAHESSIAN_COMMIT")
     if said:
         return said
-    this_file = Path(__file__)
-    if _git("ls-files", "--error-unmatch", this_file.name, folder=this_file.parent) is None:
+    if _git("ls-files", "--error-unmatch", "__init__.py", folder=_PACKAGE) is None:
         return None
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*", folder=this_file.parent)
+    changes = _git("diff", "--stat", "HEAD", "--", str(_PACKAGE), folder=_PACKAGE)
+    newest = _git("rev-parse", "HEAD", folder=_PACKAGE)
+    return f"{newest}-dirty" if newest and changes else newest
 
 
 def _command() -> str:
