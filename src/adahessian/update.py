@@ -13,7 +13,7 @@ and no second bias correction to apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -167,8 +167,10 @@ def _plain_update(
     """The ground truth, a tensor at a time."""
     for param, grad, exp_avg, rms, step, of in zip(params, grads, exp_avgs, hessian_rms, steps, blocks, strict=True):
         scale = 1.0 if capturable else -float(lr) / (1 - beta1 ** step.item())
-        parts = _in_parts(rms, param, grad, exp_avg, of.view(param), of.view(exp_avg))
-        for rms_of_part, theta, g, m, theta_in_blocks, m_in_blocks in parts:
+        whole = (rms, param, grad, exp_avg, of.view(param), of.view(exp_avg))
+        for rms_of_part, theta, g, m, theta_in_blocks, m_in_blocks in (
+            (whole,) if rms.numel() <= AT_A_TIME else _in_parts(whole)
+        ):
             if weight_decay:
                 theta.mul_(1 - lr * weight_decay)
             m.lerp_(-g if maximize else g, 1 - beta1)
@@ -178,12 +180,13 @@ def _plain_update(
             theta_in_blocks.addcdiv_(m_in_blocks, of.expand(v), value=scale)
 
 
-def _in_parts(rms: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+def _in_parts(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Rows of averages and of what has as many: on a CPU few, as fresh memory for a large tensor is slow to come by."""
-    if rms.device.type != "cpu" or rms.numel() <= AT_A_TIME:
-        return [(rms, *others)]
+    rms = tensors[0]
+    if rms.device.type != "cpu":
+        return [tuple(tensors)]
     rows = max(AT_A_TIME * len(rms) // rms.numel(), 1)
-    return zip(*(tensor.split(rows) for tensor in (rms, *others)), strict=True)
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 def _foreach_update(
