@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +10,21 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp
 
 from adahessian import AdaHessian, Curvature
+from adahessian.curvature.written_out import Pass
 
 Batch = tuple[Tensor, Tensor]
+
+
+class AtGradient(Pass):
+    """A pass that asks for no gradient but its own: of whatever is called in it that is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_at_gradient = True
+
+    def remember(self, ctx: Any) -> None:
+        super().remember(ctx)
+        ctx.is_within_gradient = False
 
 
 @dataclass

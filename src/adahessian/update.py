@@ -167,17 +167,15 @@ def _plain_update(
     """The ground truth, a tensor at a time."""
     for param, grad, exp_avg, rms, step, of in zip(params, grads, exp_avgs, hessian_rms, steps, blocks, strict=True):
         scale = 1.0 if capturable else -float(lr) / (1 - beta1 ** step.item())
-        whole = (rms, param, grad, exp_avg, of.view(param), of.view(exp_avg))
-        for rms_of_part, theta, g, m, theta_in_blocks, m_in_blocks in (
-            (whole,) if rms.numel() <= AT_A_TIME else _in_parts(whole)
-        ):
+        whole = (rms, grad, exp_avg, of.view(exp_avg), of.view(param))
+        for rms_of_part, g, m, m_in_blocks, theta in (whole,) if rms.numel() <= AT_A_TIME else _in_parts(whole):
             if weight_decay:
                 theta.mul_(1 - lr * weight_decay)
             m.lerp_(-g if maximize else g, 1 - beta1)
             v = (rms_of_part if hessian_power == 1 else rms_of_part.pow(hessian_power)) + eps
             if capturable:
                 v.mul_((beta1**step - 1) / lr)
-            theta_in_blocks.addcdiv_(m_in_blocks, of.expand(v), value=scale)
+            theta.addcdiv_(m_in_blocks, of.expand(v), value=scale)
 
 
 def _in_parts(tensors: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:

@@ -16,13 +16,10 @@ from adahessian.curvature import batch_norm as module
 from adahessian.curvature import eager_batch_norm
 from adahessian.curvature.batch_norm import by_batch
 from adahessian.curvature.replaced import Replaced, replaced_by_name
-from adahessian.curvature.ways import Problem, double_backward
 from adahessian.curvature.written_out import Pass
+from cases import AtGradient
 
-# As in a pass that asks for no gradient but its own.
-AT_GRADIENT = Pass()
-AT_GRADIENT.is_at_gradient = True
-written_out_batch_norm = partial(eager_batch_norm.batch_norm, AT_GRADIENT)
+written_out_batch_norm = partial(eager_batch_norm.batch_norm, AtGradient())
 
 
 def in_plain_operations():
@@ -199,25 +196,6 @@ def test_checkpointed_layers_are_recomputed_by_it():
 def test_arguments_that_torch_refuses_are_refused(settings):
     with pytest.raises(ValueError, match="eps must be positive"):
         written_out_batch_norm(torch.randn(8, 3), None, None, torch.ones(3), torch.zeros(3), training=True, **settings)
-
-
-def test_a_gradient_within_the_loss_can_be_differentiated_twice_more():
-    """As in a gradient penalty. What is written out cannot."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-    def loss(model, x):
-        x = x.detach().requires_grad_()
-        y = model(x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y.square().mean() + slope.square().mean()
-
-    found = []
-    for written_out in (True, False):
-        problem = Problem(model, loss, AdaHessian(model.parameters()))
-        x = torch.linspace(-1, 1, 64, dtype=torch.float64).view(16, 4)
-        found.append(double_backward(problem, written_out=written_out)(x, problem.draw, False))
-    torch.testing.assert_close(*found)
 
 
 def test_forward_differentiation_within_the_loss():

@@ -15,11 +15,9 @@ from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.replaced import replaced_by_name
 from adahessian.curvature.ways import Problem, double_backward
 from adahessian.curvature.written_out import Pass
+from cases import AtGradient
 
-# As in a pass that asks for no gradient but its own.
-AT_GRADIENT = Pass()
-AT_GRADIENT.is_at_gradient = True
-WRITTEN_OUT = [(torch._VF, "lstm", partial(eager_lstm.lstm, AT_GRADIENT))]
+WRITTEN_OUT = [(torch._VF, "lstm", partial(eager_lstm.lstm, AtGradient()))]
 STEPS, BATCH, INPUTS, HIDDEN = 5, 2, 3, 4
 
 
@@ -202,21 +200,6 @@ def test_the_output_may_be_written_to(then):
 
 def squares(model, x):
     return model(x).square().mean()
-
-
-def with_penalty(model, x):
-    x = x.detach().requires_grad_()
-    y = model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return y.square().mean() + slope.square().mean()
-
-
-def test_a_gradient_within_the_loss_can_be_differentiated_twice_more():
-    """As in a gradient penalty. What is written out cannot."""
-    torch.manual_seed(0)
-    model = Around(torch.tanh)
-    x, _ = inputs(model.recurrent)
-    torch.testing.assert_close(*(found_by(with_penalty, model, x, written_out=way) for way in (True, False)))
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast")

@@ -48,8 +48,7 @@ class Engine:
 
     Compiled as one function, forward over reverse is the fastest; then comes compiled double backward. Without the
     compiler double backward is as fast as any way, and takes the least memory. Whatever is chosen, unless it is torch's
-    double backward itself, is compared with that on the first batch; activations, functions of single numbers, need
-    none.
+    double backward itself, is compared with that on the first batch. GELU, a function of single numbers, needs none.
 
     Args:
         problem: The loss, and the parameters to differentiate it by.

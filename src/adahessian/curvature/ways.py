@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature import batch_norm, eager_activations, eager_batch_norm, eager_lstm
+from adahessian.curvature import batch_norm, eager_batch_norm, eager_gelu, eager_lstm
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
@@ -98,7 +98,7 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
     Args:
         problem: The loss.
-        written_out: Whether layers and activations have their second derivatives written out, where there are formulas.
+        written_out: Whether batch norm, LSTMs and GELU have their second derivatives written out, and not by torch.
     """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -130,8 +130,7 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
     instead: list[tuple[Any, str, Callable[..., Any]]] = [
         (nn.functional, "batch_norm", eager_batch_norm.batch_norm),
         (torch._VF, "lstm", eager_lstm.lstm),
-        (nn.functional, "gelu", eager_activations.gelu),
-        (nn.functional, "silu", eager_activations.silu),
+        (nn.functional, "gelu", eager_gelu.gelu),
     ]
     return [(module, name, partial(function, of_pass)) for module, name, function in instead]
 
