@@ -19,7 +19,17 @@ class LSTM(nn.Module):
         return self.recurrent(x.unsqueeze(1))[0].squeeze(1)
 
 
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 2, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        return self.convolution(x.unsqueeze(1)).flatten(1).tanh()
+
+
 LAYERS = {
+    "convolution": Convolution,
     "gelu": lambda: nn.GELU("tanh"),
     "batch norm": lambda: nn.BatchNorm1d(4),
     "lstm": LSTM,

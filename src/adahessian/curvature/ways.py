@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature import batch_norm, eager_batch_norm, eager_gelu, eager_lstm
+from adahessian.curvature import batch_norm, eager_batch_norm, eager_convolution, eager_gelu, eager_lstm
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
@@ -98,7 +98,8 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
     Args:
         problem: The loss.
-        written_out: Whether batch norm, LSTMs and GELU have their second derivatives written out, and not by torch.
+        written_out: Whether convolutions, batch norm, LSTMs and GELU have their second derivatives written out, and not
+            by torch.
     """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -126,8 +127,9 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
 
 def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What torch differentiates twice by many small operations."""
+    """What torch differentiates twice by many small operations, or by slow ones."""
     instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((nn.functional, f"conv{dims}d", eager_convolution.convolution(dims)) for dims in (1, 2, 3)),
         (nn.functional, "batch_norm", eager_batch_norm.batch_norm),
         (torch._VF, "lstm", eager_lstm.lstm),
         (nn.functional, "gelu", eager_gelu.gelu),

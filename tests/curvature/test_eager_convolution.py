@@ -1,0 +1,148 @@
+"""Convolutions written out: the same values and derivatives as torch's own."""
+
+from functools import partial
+from itertools import combinations, product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adahessian import AdaHessian
+from adahessian.curvature import eager_convolution
+from adahessian.curvature.ways import Problem, double_backward
+from cases import AtGradient
+
+ours = {dims: partial(eager_convolution.convolution(dims), AtGradient()) for dims in (1, 2, 3)}
+torchs = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+GEOMETRIES = {
+    "plain": {},
+    "padded": {"padding": 1},
+    "strided": {"stride": 2, "padding": 1},
+    "strided past the edge": {"stride": 3},
+    "dilated": {"dilation": 2, "padding": 2},
+    "in groups": {"groups": 2},
+    "as tuples of one": {"stride": (2,), "padding": (1,), "dilation": (1,)},
+}
+
+
+@pytest.fixture
+def applications(monkeypatch):
+    """What it has been applied to."""
+    seen = []
+
+    def watched(function, *args):
+        if function is eager_convolution._Convolution:
+            seen.append(args)
+        return function.apply(*args)
+
+    monkeypatch.setattr(eager_convolution, "applied", watched)
+    return seen
+
+
+def twice(function, inputs, needed, along):
+    """The value, the gradients, and the gradients of these, along some of them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [each.clone().requires_grad_(is_needed) for each, is_needed in zip(inputs, needed, strict=True)]
+    y = function(*inputs)
+    g = torch.randn(y.shape, generator=generator, dtype=y.dtype).requires_grad_()
+    wanted = [each for each in inputs if each.requires_grad]
+    gradients = torch.autograd.grad(y, wanted, g, create_graph=True)
+    directions = [torch.randn(each.shape, generator=generator, dtype=y.dtype) for each in gradients]
+    second = torch.autograd.grad(
+        [gradients[i] for i in along], [g, *wanted], [directions[i] for i in along], allow_unused=True
+    )
+    return y, gradients, [torch.zeros(()) if each is None else each for each in second]
+
+
+def some(dims, *, groups=1, bias=True):
+    generator = torch.Generator().manual_seed(dims)
+    shapes = [(3, 4, *(7, 6, 5)[:dims]), (6, 4 // groups, *(3, 2, 3)[:dims]), (6,)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes[: 2 + bias]]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_values_and_both_derivatives_are_those_of_torch(dims, bias, geometry):
+    inputs = some(dims, groups=geometry.get("groups", 1), bias=bias)
+    found, expected = (
+        twice(partial(way[dims], **geometry), inputs, [True] * len(inputs), range(len(inputs)))
+        for way in (ours, torchs)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+NEEDED = [each for each in product([True, False], repeat=3) if any(each)]
+
+
+@pytest.mark.parametrize(
+    ("needed", "along"),
+    [(needed, along) for needed in NEEDED for count in (1, 2) for along in combinations(range(sum(needed)), count)],
+    ids=str,
+)
+def test_what_is_not_asked_for_is_left_out(needed, along):
+    found, expected = (twice(way[2], some(2), needed, along) for way in (ours, torchs))
+    torch.testing.assert_close(found, expected)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 3, 3, stride=2, bias=False)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).mean((2, 3))
+
+
+class Checkpointed(Model):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def found_by(model, *, written_out):
+    x = torch.randn(5, 2, 7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    problem = Problem(model, squares, AdaHessian(model.parameters(), num_probes=2))
+    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
+
+
+@pytest.mark.parametrize("make", [Model, Checkpointed])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["usual", "channels last"])
+def test_a_pass_finds_the_same(make, layout, applications):
+    model = make().double().to(memory_format=layout)
+    torchs = found_by(model, written_out=False)
+    assert not applications
+    torch.testing.assert_close(found_by(model, written_out=True), torchs)
+    assert applications
+
+
+def test_everything_is_as_it_was_afterwards():
+    before = F.conv1d, F.conv2d, F.conv3d
+    found_by(Model().double(), written_out=True)
+    assert (F.conv1d, F.conv2d, F.conv3d) == before
+
+
+@pytest.mark.parametrize("kind", ["padding by name", "one image", "no images", "low precision", "autocast"])
+def test_the_rest_is_torchs_own(kind, applications):
+    x, weight, bias = (each.to(torch.bfloat16 if kind == "low precision" else torch.float32) for each in some(2))
+    x = {"one image": x[0], "no images": x[:0]}.get(kind, x)
+    how = {"padding": "valid"} if kind == "padding by name" else {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        assert torch.equal(ours[2](x, weight, bias, **how), F.conv2d(x, weight, bias, **how))
+    assert not applications
+
+
+@pytest.mark.parametrize("padding", [0, "some"])
+def test_what_torch_refuses_is_refused_in_its_words(padding):
+    x, weight, _ = some(2)
+    with pytest.raises(RuntimeError) as torchs_own:
+        F.conv2d(x, weight[:, :3], padding=padding)
+    with pytest.raises(RuntimeError) as error:
+        ours[2](x, weight[:, :3], padding=padding)
+    assert str(error.value) == str(torchs_own.value)
