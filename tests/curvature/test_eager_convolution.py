@@ -51,9 +51,12 @@ def twice(function, inputs, needed, along):
     gradients = torch.autograd.grad(y, wanted, g, create_graph=True)
     directions = [torch.randn(each.shape, generator=generator, dtype=y.dtype) for each in gradients]
     second = torch.autograd.grad(
-        [gradients[i] for i in along], [g, *wanted], [directions[i] for i in along], allow_unused=True
+        [gradients[i] for i in along],
+        [g, *wanted],
+        [directions[i] for i in along],
+        allow_unused=True,
     )
-    return y, gradients, [torch.zeros(()) if each is None else each for each in second]
+    return y, gradients, second
 
 
 def some(dims, *, groups=1, bias=True):

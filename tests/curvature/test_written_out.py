@@ -32,6 +32,7 @@ LAYERS = {
     "convolution": Convolution,
     "gelu": lambda: nn.GELU("tanh"),
     "batch norm": lambda: nn.BatchNorm1d(4),
+    "layer norm": lambda: nn.LayerNorm(4),
     "lstm": LSTM,
 }
 

@@ -25,7 +25,12 @@ def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
     Raises:
         CurvatureError: If such an operation is found; it is named, with the remedy.
     """
+    known = set()
     for node in nodes(tensors):
+        kind = type(node), node.name()
+        if kind in known:
+            continue
+        known.add(kind)
         problem = _problem(node)
         if problem is not None:
             raise CurvatureError(f"no curvature: {problem}, or freeze the parameters before it.")
