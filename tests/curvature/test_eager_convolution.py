@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,11 +132,26 @@ def test_everything_is_as_it_was_afterwards():
     assert (F.conv1d, F.conv2d, F.conv3d) == before
 
 
-@pytest.mark.parametrize("kind", ["padding by name", "one image", "no images", "low precision", "autocast"])
+def test_the_bias_may_be_written_to():
+    def loss(model, x):
+        bias = model.bias * 1
+        y = F.conv2d(x, model.weight, bias)
+        bias.add_(1)
+        return y.tanh().mean() + bias.sum()
+
+    model, x = nn.Conv2d(2, 3, 3).double(), torch.randn(5, 2, 7, 7, dtype=torch.float64)
+    problem = Problem(model, loss, AdaHessian(model.parameters()))
+    ours, torchs = (double_backward(problem, written_out=way)(x, problem.draw, False) for way in (True, False))
+    torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize(
+    "kind", ["padding by name", "sizes of numpy", "one image", "no images", "low precision", "autocast"]
+)
 def test_the_rest_is_torchs_own(kind, applications):
     x, weight, bias = (each.to(torch.bfloat16 if kind == "low precision" else torch.float32) for each in some(2))
     x = {"one image": x[0], "no images": x[:0]}.get(kind, x)
-    how = {"padding": "valid"} if kind == "padding by name" else {}
+    how = {"padding by name": {"padding": "valid"}, "sizes of numpy": {"stride": np.int64(2)}}.get(kind, {})
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
         assert torch.equal(ours[2](x, weight, bias, **how), F.conv2d(x, weight, bias, **how))
     assert not applications

@@ -97,6 +97,13 @@ class Model(nn.Module):
         return self.second(self.norm(self.first(x)).tanh())
 
 
+class Mixing(Model):
+    """Its norm's gradient lies in memory in another order."""
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)).transpose(0, 1).flatten(1).unflatten(1, (-1, 8)).tanh())
+
+
 class Checkpointed(Model):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -112,13 +119,25 @@ def found_by(model, *, written_out):
     return double_backward(problem, written_out=written_out)(x, problem.draw, False)
 
 
-@pytest.mark.parametrize("make", [Model, Checkpointed])
+@pytest.mark.parametrize("make", [Model, Mixing, Checkpointed])
 def test_a_pass_finds_the_same(make, applications):
     model = make().double()
     torchs = found_by(model, written_out=False)
     assert not applications
     torch.testing.assert_close(found_by(model, written_out=True), torchs)
     assert applications
+
+
+def test_it_is_in_full_precision_where_the_loss_is():
+    def precisely(model, x):
+        with torch.autocast("cpu", enabled=False):
+            return squares(model, x)
+
+    model, x = Model(), torch.randn(5, 2, 3)
+    problem = Problem(model, precisely, AdaHessian(model.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, torchs = (double_backward(problem, written_out=way)(x, problem.draw, False) for way in (True, False))
+    torch.testing.assert_close(ours, torchs)
 
 
 def test_everything_is_as_it_was_afterwards():

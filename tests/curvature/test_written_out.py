@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adahessian import AdaHessian
+from adahessian import AdaHessian, Curvature
 from adahessian.curvature.ways import Problem, double_backward
 from adahessian.curvature.written_out import Pass
 
@@ -84,9 +84,24 @@ def of_adjoint(model, x):
     return Adjoint.apply(model, x, *model.parameters()) ** 2
 
 
-@pytest.mark.parametrize("loss", [energy, of_slope, of_slope_recomputed, of_adjoint])
+def of_slope_by_parameters(model, x):
+    slopes = torch.autograd.grad(energy(model, x), list(model.parameters()), create_graph=True)
+    return sum(each.square().sum() for each in slopes)
+
+
+def with_slope_as_a_constant(model, x):
+    y = energy(model, x)
+    slopes = torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
+    return y + sum((each * param).sum() for each, param in zip(slopes, model.parameters(), strict=True))
+
+
+LOSSES = [energy, of_slope, of_slope_recomputed, of_adjoint, of_slope_by_parameters, with_slope_as_a_constant]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("times", [1, 2], ids=["used once", "used twice"])
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_gradients_within_the_loss_and_within_its_gradient(layer, loss, monkeypatch):
+def test_gradients_within_the_loss_and_within_its_gradient(layer, loss, times, monkeypatch):
     """As in a gradient penalty, too. What is written out can be differentiated only once more."""
     taken, takes = [], Pass.takes
 
@@ -96,10 +111,30 @@ def test_gradients_within_the_loss_and_within_its_gradient(layer, loss, monkeypa
 
     monkeypatch.setattr(Pass, "takes", watched)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), layer(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), *[layer()] * times, nn.Linear(4, 2)).double()
     x = torch.randn(6, 3, dtype=torch.float64)
     problem = Problem(model, loss, AdaHessian(model.parameters()))
     ours, torchs = (double_backward(problem, written_out=way)(x, problem.draw, False) for way in (True, False))
     assert any(taken)
     torch.testing.assert_close(ours, torchs)
     assert any(each is not None and each.any() for each in torchs.diagonal)
+
+
+class Failing(nn.Conv1d):
+    """A convolution that finds out that it is not torch's."""
+
+    def forward(self, x):
+        if nn.functional.conv1d is not TORCHS_CONVOLUTION:
+            raise RuntimeError("not by me")
+        return super().forward(x)
+
+
+TORCHS_CONVOLUTION = nn.functional.conv1d
+
+
+def test_what_stumbles_over_it_is_left_to_torch(said):
+    model = nn.Sequential(Failing(1, 2, 3), nn.Flatten(), nn.Linear(4, 2))
+    optimizer = AdaHessian(model.parameters())
+    Curvature(model, energy, optimizer).measure(torch.randn(6, 1, 4))
+    optimizer.step()
+    assert any("all is left to torch" in message and "not by me" in message for message in said.messages)

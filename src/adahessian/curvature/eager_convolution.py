@@ -36,7 +36,8 @@ _Geometry: TypeAlias = tuple[list[int], list[int], list[int], bool, list[int], i
 def convolution(dims: int) -> Callable[..., Tensor]:
     """``torch.nn.functional.conv1d``, ``conv2d`` or ``conv3d``, in a pass.
 
-    Torch's own where padding goes by a name, and where tensors are not plain ones or not of a batch.
+    Torch's own where sizes are no integers, such as padding by a name, and where tensors are not plain ones or not of a
+    batch.
     """
     torchs_own = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}[dims]
 
@@ -51,41 +52,42 @@ def convolution(dims: int) -> Callable[..., Tensor]:
         groups: int = 1,
     ) -> Tensor:
         given = (input, weight) if bias is None else (input, weight, bias)
-        usual = not isinstance(padding, str) and input.dim() == weight.dim() == 2 + dims and input.numel() > 0
+        sizes = [_integers(each) for each in (stride, padding, dilation)]
+        usual = None not in sizes and input.dim() == weight.dim() == 2 + dims and input.numel() > 0
         if usual and of_pass.takes(*given):
-            geometry = (_sizes(stride), _sizes(padding), _sizes(dilation), False, [0] * dims, groups)
-            y: Tensor = applied(_Convolution, of_pass, geometry, *given)
+            y: Tensor = applied(_Convolution, of_pass, (*sizes, False, [0] * dims, groups), *given)
             return y
         return torchs_own(input, weight, bias, stride, padding, dilation, groups)
 
     return convolve
 
 
-def _sizes(given: Any) -> list[int]:
+def _integers(given: Any) -> list[int] | None:
     # One for all dimensions stays one: torch's operations take it for each of them.
-    return [given] if isinstance(given, int) else list(given)
+    sizes = list(given) if isinstance(given, (tuple, list)) else [given]
+    return sizes if all(type(size) is int for size in sizes) else None
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(ctx: Any, of_pass: Pass, geometry: _Geometry, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, *bias)
+        ctx.save_for_backward(x, weight)
         ctx.geometry = geometry
         of_pass.remember(ctx)
         return _convolved(x, weight, *bias, geometry=geometry)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        (g,) = gradients
         needed = ctx.needs_input_grad[2:]
-        by_inputs: tuple[Tensor | None, ...]
         if Pass.is_last_gradient(ctx):
-            by_inputs = applied(_Gradient, ctx.geometry, needed, gradients[0], x, weight)
-        else:
-            by_inputs = gradient_in_torchs_operations(
-                lambda *inputs: _convolved(*inputs, geometry=ctx.geometry), (x, weight, *bias), needed, gradients
-            )
-        return None, None, *by_inputs
+            return None, None, *applied(_Gradient, ctx.geometry, needed, g, x, weight)
+        by_inputs = gradient_in_torchs_operations(
+            lambda x, weight: _convolved(x, weight, geometry=ctx.geometry), (x, weight), needed[:2], gradients
+        )
+        by_bias = (g.sum([dim for dim in range(g.dim()) if dim != 1]) if each else None for each in needed[2:])
+        return None, None, *by_inputs, *by_bias
 
 
 class _Gradient(Function):

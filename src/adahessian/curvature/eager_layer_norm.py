@@ -35,7 +35,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations
+from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations, in_full_precision
 
 _TORCHS_OWN = functional.layer_norm
 
@@ -102,7 +102,7 @@ class _Gradient(Function):
         features = weight.numel()
 
         def projected(u: Tensor) -> Tensor:
-            """R P(u)."""
+            """Returns r P(u)."""
             found: Tensor = torch.ops.aten.native_layer_norm_backward(
                 u, x, weight.shape, mean, rstd, None, None, [True, False, False]
             )[0]
@@ -113,9 +113,10 @@ class _Gradient(Function):
         g_a = g * a
         scale = rstd / features
         of_weight = (v * normed).sum(-1, keepdim=True).mul_(scale)
-        of_a = torch.matmul(g * normed, weight).unsqueeze(-1).mul_(scale)
-        of_normed = torch.matmul(g_a, weight).unsqueeze(-1).mul_(scale)
+        with in_full_precision(g):
+            of_a = torch.matmul(g * normed, weight).unsqueeze(-1).mul_(scale)
+            of_normed = torch.matmul(g_a, weight).unsqueeze(-1).mul_(scale)
         by_x = projected(torch.addcmul(v_weight, of_weight, weight, value=-1).mul_(g))
         by_x.addcmul_(of_a, a, value=-1).addcmul_(of_normed, normed, value=-1)
         by_g = torch.addcmul(v_bias, v_weight, normed).addcmul_(weight, a)
-        return by_g, by_x, g_a.view(-1, features).sum(0), None, None
+        return by_g, by_x, g_a.reshape(-1, features).sum(0), None, None

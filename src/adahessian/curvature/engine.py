@@ -203,18 +203,20 @@ class Engine:
         if not has_written_out_layers(problem.model):
             return
         expected = reference(problem, part)
-        with problem.random_streams_untouched():
-            found = self._double_backward(part, problem.draw, False)
         try:
+            with problem.random_streams_untouched():
+                found = self._double_backward(part, problem.draw, False)
             agreement(problem, part, found, self._double_backward, expected, rounded=False, compiled=False)
-        except UnfitError as unfit:
-            if self._differs_from_call_to_call(part, expected):
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as unfit:  # whatever they stumble over; an error of the user's own will come again
+            if isinstance(unfit, UnfitError) and self._differs_from_call_to_call(part, expected):
                 say_once(
                     "the loss has another curvature at each call, on the same batch: does the model keep a state that "
                     "is no buffer? Then each measurement advances it: give it to loss_fn with the batch"
                 )
                 return
-            say(f"all is left to torch, as batch norm or LSTMs written out do not agree with it: {unfit}")
+            say(f"all is left to torch, as layers that are written out do not agree with it: {first_line(unfit)}")
             self._double_backward = double_backward(problem, written_out=False)
 
     def _differs_from_call_to_call(self, part: Any, expected: Reference | None) -> bool:

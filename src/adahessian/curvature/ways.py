@@ -147,7 +147,7 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def has_written_out_layers(model: nn.Module) -> bool:
     """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own."""
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.LSTM)
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.LSTM, nn.GELU)
     return any(isinstance(module, kinds) for module in model.modules())
 
 

@@ -82,9 +82,13 @@ def gradient_in_torchs_operations(
         needed: By which of these.
         gradients: Those of the loss by what it returns.
     """
+    if not any(needed):
+        return (None,) * len(inputs)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        outputs = function(*inputs)
-        wanted = [each for each, is_needed in zip(inputs, needed, strict=True) if is_needed]
+        # By aliases: an input may depend on another, as where a layer is used twice, and that path is not this one.
+        aliases = [each.view_as(each) for each in inputs]
+        outputs = function(*aliases)
+        wanted = [each for each, is_needed in zip(aliases, needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph))
     return tuple(next(found) if is_needed else None for is_needed in needed)
