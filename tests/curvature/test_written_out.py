@@ -32,7 +32,6 @@ LAYERS = {
     "convolution": Convolution,
     "gelu": lambda: nn.GELU("tanh"),
     "batch norm": lambda: nn.BatchNorm1d(4),
-    "layer norm": lambda: nn.LayerNorm(4),
     "lstm": LSTM,
 }
 

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature import (
-    batch_norm,
-    eager_batch_norm,
-    eager_convolution,
-    eager_gelu,
-    eager_layer_norm,
-    eager_lstm,
-)
+from adahessian.curvature import batch_norm, eager_batch_norm, eager_convolution, eager_gelu, eager_lstm
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
@@ -105,8 +98,8 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
 
     Args:
         problem: The loss.
-        written_out: Whether convolutions, batch norm, layer norm, LSTMs and GELU have their second derivatives written
-            out, and not by torch.
+        written_out: Whether convolutions, batch norm, LSTMs and GELU have their second derivatives written out, and not
+            by torch.
     """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -138,7 +131,6 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
     instead: list[tuple[Any, str, Callable[..., Any]]] = [
         *((nn.functional, f"conv{dims}d", eager_convolution.convolution(dims)) for dims in (1, 2, 3)),
         (nn.functional, "batch_norm", eager_batch_norm.batch_norm),
-        (nn.functional, "layer_norm", eager_layer_norm.layer_norm),
         (torch._VF, "lstm", eager_lstm.lstm),
         (nn.functional, "gelu", eager_gelu.gelu),
     ]
@@ -147,7 +139,7 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 def has_written_out_layers(model: nn.Module) -> bool:
     """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own."""
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.LSTM, nn.GELU)
+    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LSTM, nn.GELU)
     return any(isinstance(module, kinds) for module in model.modules())
 
 
