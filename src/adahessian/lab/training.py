@@ -145,6 +145,8 @@ class _Run:
             )
         if device.type == "cuda":
             set_precision(plan.precision)
+            # Batches of one shape come thousands of times, which repays trying all algorithms for them.
+            torch.backends.cudnn.benchmark = True
             torch.cuda.reset_peak_memory_stats(device)
         self.bare_model = self.task.make_model()
         self.model = wrapped(self.bare_model, share)
