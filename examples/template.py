@@ -1,5 +1,6 @@
 """All of it in one plain loop: several GPUs, bfloat16, accumulation, clipping, a schedule, an EMA, bit-exact resume.
 
+    pip install adahessian scikit-learn
     python template.py                                # one process
     torchrun --nproc-per-node 2 template.py           # several, each on its share of every batch
 

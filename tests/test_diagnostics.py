@@ -157,3 +157,9 @@ def test_bad_models():
         diagnose(optimizer, {"a": 1})
     with pytest.raises(ValueError, match="none of the optimizer's parameters"):
         diagnose(optimizer, MLP.model())
+
+
+def test_the_parameters_of_a_compiled_model_have_the_names_of_its_own():
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = AdaHessian(model.parameters())
+    assert diagnose(optimizer, torch.compile(model)).keys() == diagnose(optimizer, model).keys()

@@ -295,3 +295,14 @@ def test_the_state_of_another_optimizer_is_refused():
     with pytest.raises(ValueError, match="another optimizer"):
         optimizer.load_state_dict(adam.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_the_state_of_another_adahessian_is_refused():
+    """As torch_optimizer and pytorch_optimizer save it."""
+    param = nn.Parameter(torch.ones(2))
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.0, "hessian_power": 1, "params": [0]}
+    state = {"step": 1, "exp_avg": torch.ones(2), "exp_hessian_diag_sq": torch.ones(2)}
+    optimizer = AdaHessian([param], lr=0.5)
+    with pytest.raises(ValueError, match="another optimizer"):
+        optimizer.load_state_dict({"state": {0: state}, "param_groups": [group]})
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -479,7 +479,7 @@ def _weights_cast_anew() -> Iterator[None]:
 def _host_random_states() -> tuple[Any, ...]:
     numpy_random = sys.modules.get("numpy.random")
     numpy_state = repr(numpy_random.get_state()) if numpy_random else None
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), numpy_state
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpy_state
 
 
 def _only_device(model: nn.Module) -> torch.device | None:

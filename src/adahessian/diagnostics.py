@@ -85,7 +85,9 @@ def diagnose(
 
 def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterator[tuple[str, Tensor, Group]]:
     """Each parameter that has elements, by the model's name for it, that of its group, or its numbers."""
-    of_model = {} if model is None else {param: name for name, param in model.named_parameters()}
+    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
+    named = [] if model is None else model.named_parameters()
+    of_model = {param: name.replace("_orig_mod.", "") for name, param in named}
     members = [
         (param, group, group.get("param_names", [f"group{i}.{j}" for j in range(len(group["params"]))])[j])
         for i, group in enumerate(optimizer.param_groups)

@@ -113,7 +113,8 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
     if dist.get_world_size() > 1:
         raise ValueError(
             "this is one of several processes, but the model is neither wrapped by DistributedDataParallel nor sharded "
-            "by fully_shard. Hand over the wrapped model, not its .module; or say "
+            "by fully_shard. Hand over the wrapped model, not its .module (on CPUs accelerate wraps it only if told "
+            "cpu=True, transformers if told use_cpu=True); or say "
             "process_group=torch.distributed.group.WORLD if the gradients of these processes are averaged, "
             "process_group=None if each trains a model of its own"
         )

@@ -213,7 +213,7 @@ class _Trainee:
         loss_fn = loss_fn or getattr(curvature, "loss_fn", None)
         if not isinstance(model, nn.Module) or not callable(loss_fn):
             raise TypeError(
-                f"a {type(source).__name__} does not know all that is needed: give suggest_lr "
+                f"{type(source).__name__} does not know all that is needed: give suggest_lr "
                 f"{'loss_fn=' if curvature is not None else 'model= and loss_fn='} as well"
             )
         scaler = scaler or getattr(curvature, "scaler", None) or GradScaler(enabled=False)

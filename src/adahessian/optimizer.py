@@ -518,7 +518,7 @@ class AdaHessian(Optimizer):
         loaded: StateDict = {}
 
         def check(_: Optimizer, incoming: StateDict) -> None:
-            if any("hessian_power" not in group for group in incoming["param_groups"]):
+            if any(not {"hessian_power", "update_every"} <= group.keys() for group in incoming["param_groups"]):
                 raise ValueError("this is the state of another optimizer: load one that AdaHessian has saved")
             for param, group, state in self._match(incoming):
                 if (problem := states.misfit(state, param, states.blocks(param, group))) is not None:

@@ -150,7 +150,7 @@ def _random_states(model: nn.Module) -> list[bytes]:
     for device in devices_of(model):
         if device.type != "cpu":
             states.append(torch.get_device_module(device).get_rng_state(device))
-    return [bytes(state.numpy()) for state in states]
+    return [bytes(state.tolist()) for state in states]
 
 
 @contextmanager
