@@ -44,7 +44,9 @@ class GaussNewton(CurvaturePass[Model]):
     For classifiers and language models whose loss is the mean cross entropy of their logits. Nothing is differentiated
     twice: fused attention, cuDNN's recurrent layers, compiled models and autocast run as they are, and a measurement
     costs one forward and one backward pass. The diagonal is never negative. It lacks the part of the Hessian that comes
-    from the curvature of the logits in the parameters.
+    from the curvature of the logits in the parameters. A draw of labels leaves it close to zero in many blocks, which a
+    step would divide by: give the optimizer a larger ``eps``, such as 1e-2, or ``hessian_power=0.5``. Else training
+    soon diverges.
 
     The pass leaves gradients, buffers, train and eval modes and random streams as it finds them, as
     :class:`adahessian.Curvature` does, and takes its place in the loop.
@@ -71,7 +73,7 @@ class GaussNewton(CurvaturePass[Model]):
     Example:
         >>> import adahessian
         >>> model = nn.Linear(3, 10)
-        >>> optimizer = adahessian.AdaHessian(model.parameters(), update_every=10)
+        >>> optimizer = adahessian.AdaHessian(model.parameters(), eps=1e-2, update_every=10)
         >>> curvature = GaussNewton(model, lambda m, batch: m(batch), optimizer)
         >>> curvature.measure(torch.ones(8, 3))
         True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -27,6 +28,21 @@ _EXTRA_PACKAGES = frozenset(
         "tyro",
     }
 )
+
+
+# By their names: the module and the class of each, which are imported on use.
+_COMMANDS = {
+    "demo": ("adahessian.lab.demo", "Demo"),
+    "tasks": ("adahessian.lab.task_list", "Tasks"),
+    "train": ("adahessian.lab.train", "Train"),
+    "study": ("adahessian.lab.study", "Study"),
+    "queue": ("adahessian.lab.queue", "Queue"),
+    "report": ("adahessian.lab.report.command", "Report"),
+    "paper": ("adahessian.lab.paper.command", "Paper"),
+    "fetch": ("adahessian.lab.fetch", "Fetch"),
+    "bench": ("adahessian.lab.bench.command", "Bench"),
+    "study-lr": ("adahessian.lab.lr_guide", "StudyLr"),
+}
 
 
 class Command(Protocol):
@@ -61,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         print(f"adahessian {adahessian.__version__}, torch {torch.__version__}")
         sys.exit(0)
     try:
-        # Imported on use, as they come with the extra, which the library itself does without.
+        # Imported on use, as it comes with the extra, which the library itself does without.
         import tyro
 
         if arguments[:1] in (["train"], ["study"]):
@@ -71,17 +87,9 @@ def _parse(arguments: Sequence[str] | None) -> Command:
 
             return (parse_train if arguments[0] == "train" else parse_study)(arguments[1:])
 
-        from adahessian.lab.bench.command import Bench
-        from adahessian.lab.demo import Demo
-        from adahessian.lab.fetch import Fetch
-        from adahessian.lab.lr_guide import StudyLr
-        from adahessian.lab.paper.command import Paper
-        from adahessian.lab.queue import Queue
-        from adahessian.lab.report.command import Report
-        from adahessian.lab.settings import Settings
-        from adahessian.lab.study import Study
-        from adahessian.lab.task_list import Tasks
-        from adahessian.lab.train import Train
+        # Of several that would take seconds to import only the one that is asked for.
+        names = [name for name in _COMMANDS if arguments[:1] == [name]]
+        commands = {name: _imported(*_COMMANDS[name]) for name in names or _COMMANDS}
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in _EXTRA_PACKAGES:
@@ -89,22 +97,17 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
         sys.exit(1)
 
-    commands: dict[str, Callable[..., Command]] = {
-        "demo": Demo,
-        "tasks": Tasks,
-        "train": Train[Settings],
-        "study": Study[Settings],
-        "queue": Queue,
-        "report": Report,
-        "paper": Paper,
-        "fetch": Fetch,
-        "bench": Bench,
-        "study-lr": StudyLr,
-    }
+    if names:
+        return tyro.cli(commands[names[0]], prog=f"adahessian {names[0]}", args=arguments[1:])
     parsed: Command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
     )
     return parsed
+
+
+def _imported(module: str, name: str) -> Callable[..., Command]:
+    command: Callable[..., Command] = getattr(import_module(module), name)
+    return command
 
 
 if __name__ == "__main__":
