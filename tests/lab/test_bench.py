@@ -20,7 +20,7 @@ from adahessian.lab.bench import cells, contenders, peers, tables, timing, updat
 from adahessian.lab.bench.command import PARTS, Bench
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import CONTENDERS, REFERENCE, Contender
-from adahessian.lab.bench.results import Results
+from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.timing import Candidate, Stopwatch
 from adahessian.lab.bench.training import plain
 from adahessian.lab.bench.whole_step import measure_whole_steps
@@ -454,7 +454,6 @@ def test_numbers_that_nobody_has_take_no_column(results):
 def test_ratios_follow_when_a_base_is_measured_later(tmp_path):
     Results(tmp_path / "a.json", **about()).add(cell("AdaHessian", time_to_sgd=3.0))
     later = Results(tmp_path / "a.json", **about())
-    assert not later.replaces_others
     later.add(cell("AdamW", time_to_sgd=1.5))
     later.add(cell("AdamW", mode="compiled", time_to_sgd=6.0))
     written = json.loads((tmp_path / "a.json").read_text())["cells"]
@@ -470,17 +469,18 @@ def test_ratios_follow_when_a_base_is_measured_later(tmp_path):
         about(device="cuda"),
     ],
 )
-def test_cells_from_elsewhere_are_not_kept(other, tmp_path):
+def test_cells_from_elsewhere_are_given_up_only_if_asked(other, tmp_path):
     Results(tmp_path / "a.json", **about()).add(cell("SGD"))
-    results = Results(tmp_path / "a.json", **other)
-    assert results.replaces_others
+    with pytest.raises(UnusableFileError, match="--overwrite"):
+        Results(tmp_path / "a.json", **other)
+    results = Results(tmp_path / "a.json", **other, overwrite=True)
     results.add(cell("Adam"))
     assert results.cells.keys() == {"steps/gpt/eager/Adam"}
 
 
 def test_cells_of_unknown_code_are_not_kept(tmp_path):
     Results(tmp_path / "a.json", **about(commit=None)).add(cell("SGD"))
-    assert Results(tmp_path / "a.json", **about(commit=None)).cells == {}
+    assert Results(tmp_path / "a.json", **about(commit=None), overwrite=True).cells == {}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"provenance": {}, "models": []}', b"\xff"])

@@ -111,6 +111,13 @@ def test_a_batch_is_missing(tmp_path, form, suffix):
         read_cifar10(tmp_path / "c")
 
 
+def test_a_batch_lacks_whole_rows(tmp_path):
+    file = write(tmp_path / "c", "bin") / "data_batch_3.bin"
+    file.write_bytes(file.read_bytes()[:-3073])
+    with pytest.raises(DataError, match=r"data_batch_3 is truncated: it has [0-9]+ images, where others have [0-9]+"):
+        read_cifar10(tmp_path / "c")
+
+
 @pytest.mark.parametrize(("form", "suffix"), [("bin", ".bin"), ("py", "")])
 def test_a_batch_is_truncated(tmp_path, form, suffix):
     file = write(tmp_path / "c", form) / f"data_batch_2{suffix}"
@@ -149,12 +156,13 @@ def test_a_label_is_none_of_ten(tmp_path, form, suffix, content):
 
 
 @pytest.mark.parametrize(("form", "suffix", "content"), [("bin", ".bin", binary), ("py", "", pickled)])
-def test_a_batch_may_be_empty_but_not_all(tmp_path, form, suffix, content):
+def test_a_batch_is_empty(tmp_path, form, suffix, content):
     folder = write(tmp_path / "c", form)
-    (folder / f"data_batch_1{suffix}").write_bytes(content(*examples(0, rows=0)))
-    assert len(read_cifar10(folder)[0][1]) == 4 * ROWS
     (folder / f"test_batch{suffix}").write_bytes(content(*examples(0, rows=0)))
     with pytest.raises(DataError, match="no images in its test batch"):
+        read_cifar10(folder)
+    (folder / f"data_batch_1{suffix}").write_bytes(content(*examples(0, rows=0)))
+    with pytest.raises(DataError, match=f"data_batch_1 is truncated: it has 0 images, where others have {ROWS}"):
         read_cifar10(folder)
 
 

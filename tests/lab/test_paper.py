@@ -402,6 +402,13 @@ def test_surface_of_a_run(trained, tmp_path):
     assert "![Figure 2" in (tmp_path / "paper.md").read_text()
 
 
+def test_surface_of_a_run_that_is_under_way(tmp_path):
+    parse_train(["digits", "--epochs", "2", "--stop-after-epochs", "1", "--output", str(tmp_path / "runs")]).run()
+    (checkpoint,) = (tmp_path / "runs").rglob("checkpoint.pt")
+    Paper(surface=checkpoint, output=tmp_path, results=tmp_path).run()
+    assert "handwritten digits" in json.loads((tmp_path / "figure2.json").read_text())["shows"]
+
+
 def test_surface_without_its_run_asks_for_the_task(trained, tmp_path):
     alone = tmp_path / "weights.pt"
     alone.write_bytes(trained.read_bytes())

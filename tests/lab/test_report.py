@@ -328,6 +328,13 @@ def test_what_is_no_run_is_told(tmp_path):
         Report(runs=(write(make_run(), tmp_path),), output=tmp_path / "notes.json").run()
 
 
+def test_broken_files_are_told(tmp_path, capsys):
+    broken = write(make_run(seed=2), tmp_path)
+    broken.write_text(broken.read_text()[:900])
+    Report(runs=(write(make_run(), tmp_path), tmp_path), output=tmp_path / "report").run()
+    assert f"passed over: {broken} cannot be read" in capsys.readouterr().out
+
+
 def test_command_line():
     parsed = tyro.cli(Report, args=["a.json", "b", "--output", "o", "--results-page", "R.md"])
     assert parsed == Report(runs=(Path("a.json"), Path("b")), output=Path("o"), results_page=Path("R.md"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adahessian.lab.checkpoints import load_checkpoint, save_checkpoint
 from adahessian.lab.command import main
 from adahessian.lab.runs import find_results
 
@@ -58,7 +59,7 @@ def test_every_optimizer_trains_digits(tmp_path, optimizer):
 def test_settings_are_options_and_name_the_run(tmp_path, capsys):
     arguments = ["--economical", "--lr", "0.2", "--seeds", "1", "2", "--output", str(tmp_path)]
     main(["train", "digits", *SHORT, *arguments])
-    results = list(find_results([tmp_path]))
+    results = list(find_results([tmp_path], pytest.fail))
     assert [result.seed for result in results] == [1, 2]
     assert {result.name for result in results} == {
         "adahessian_epochs=2_lr=0.2_update-every=10_measured-epochs=1_batch-fraction=0.25_tangents=bfloat16"
@@ -171,6 +172,16 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     assert "cannot be read: it is no checkpoint, or only a part of one. Restore it" in said
 
 
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    arguments = ["digits", *SHORT, "--output", str(tmp_path)]
+    main(["train", *arguments, "--stop-after-epochs", "1"])
+    path = next(tmp_path.rglob("checkpoint.pt"))
+    content = load_checkpoint(path)
+    content["steps_per_epoch"] += 1
+    save_checkpoint(path, content)
+    assert "was begun on other data" in refused(*arguments, "--resume")
+
+
 def test_a_finished_run_of_other_settings_is_not_passed_over(undisturbed):
     name = result_of(undisturbed)["name"]
     arguments = ("digits", *SHORT, "--output", str(undisturbed), "--name", name, "--resume")
@@ -266,7 +277,7 @@ def test_a_run_that_diverges_ends_early_and_says_so(tmp_path, capsys):
 def test_a_study_runs_its_variants_and_passes_over_those_that_are_finished(tmp_path, capsys):
     arguments = ["study", "averaging", "--task", "digits", "--epochs", "1", "--output", str(tmp_path)]
     main([*arguments, "--device", "cpu"])
-    assert {result.settings["averaging"] for result in find_results([tmp_path])} == {"magnitude", "signed"}
+    assert {result.settings["averaging"] for result in find_results([tmp_path], pytest.fail)} == {"magnitude", "signed"}
     capsys.readouterr()
     main([*arguments, "--device", "cpu"])
     assert capsys.readouterr().out.count("is finished") == 2

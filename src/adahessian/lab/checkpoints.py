@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ class CheckpointError(Exception):
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all."""
+    """Write a checkpoint, or weights, whole or not at all."""
+    # Through memory: of a full disk torch would say that it has lost count of its bytes.
+    written = io.BytesIO()
+    torch.save(content, written)
     with written_whole(path) as file:
-        torch.save(content, file)
+        file.write(written.getbuffer())
 
 
 def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> dict[str, Any]:

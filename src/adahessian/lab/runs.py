@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -160,22 +160,27 @@ class NotARunError(Exception):
     """A file that is no finished run."""
 
 
+class BrokenRunError(NotARunError):
+    """A file that may have been one."""
+
+
 def read_result(path: Path) -> Result:
     """Read a finished run.
 
     Raises:
-        NotARunError: If it is none, or not a whole one.
+        NotARunError: If it is none.
+        BrokenRunError: If it cannot be read, or is not a whole one.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise NotARunError(f"{path} cannot be read: {error}") from error
+        raise BrokenRunError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, Mapping) or content.get("kind") != KIND:
         raise NotARunError(f"{path} is no run that adahessian train has written")
     try:
         stored = {field.name: content[field.name] for field in fields(Result)}
     except KeyError as missing:
-        raise NotARunError(f"{path} lacks {missing}: it was written by another version, or changed") from missing
+        raise BrokenRunError(f"{path} lacks {missing}: it was written by another version, or changed") from missing
     stored["epochs"] = [*map(_numbers, stored["epochs"])]
     stored["final"] = _numbers(stored["final"])
     return Result(**stored)
@@ -185,17 +190,23 @@ def _numbers(stored: Mapping[str, float | None]) -> dict[str, float]:
     return {name: math.nan if value is None else value for name, value in stored.items()}
 
 
-def find_results(paths: Iterable[Path]) -> Iterator[Result]:
+def find_results(paths: Iterable[Path], tell: Callable[[str], None]) -> Iterator[Result]:
     """The finished runs among files, and in folders and theirs.
 
+    Args:
+        paths: The files and folders.
+        tell: Is told of broken files in folders. These are passed over, as are files that are no runs at all.
+
     Raises:
-        NotARunError: If a file that was named is none. Other files in folders are passed over.
+        NotARunError: If a file that was named is none.
     """
     for path in paths:
         if path.is_dir():
             for file in sorted(path.rglob("*.json")):
                 try:
                     yield read_result(file)
+                except BrokenRunError as broken:
+                    tell(f"passed over: {broken}")
                 except NotARunError:
                     continue
         else:

@@ -324,8 +324,7 @@ class _Run:
         )
         if self.writes:
             if not self.diverged:
-                with written_whole(plan.files.weights) as file:
-                    torch.save(weights_of(self.bare_model), file)
+                save_checkpoint(plan.files.weights, weights_of(self.bare_model))
             write_json(plan.files.result, result.to_json())
             with suppress(FileNotFoundError):
                 plan.files.checkpoint.unlink()
@@ -344,6 +343,7 @@ class _Run:
             "schedule": self.schedule.state_dict(),
             "random": random,
             "epochs_done": self.epochs_done,
+            "steps_per_epoch": self.steps_per_epoch,
             "steps_in_epoch": self.steps_in_epoch,
             "loss_sum": self.loss_sum,
             "seconds": self.seconds,
@@ -364,6 +364,11 @@ class _Run:
             raise CheckpointError(f"{error}. Restore it from a copy, or begin anew with --overwrite") from error
         if differing := differences(saved["identity"], self.plan.identity(self.share.ranks)):
             raise CheckpointError(f"{path} is another run's: it differs in {differing}. Choose another --name.")
+        if saved["steps_per_epoch"] != self.steps_per_epoch:
+            raise CheckpointError(
+                f"{path} was begun on other data: an epoch of it has {saved['steps_per_epoch']:,} steps, one of the "
+                f"data in {self.plan.data_dir} {self.steps_per_epoch:,}"
+            )
         self.bare_model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])

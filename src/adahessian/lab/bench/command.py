@@ -74,7 +74,11 @@ class Bench:
 
     output: Path | None = None
     """File of results, by default results/bench-cpu.json or results/bench-cuda.json. It is written after every cell.
-    Cells that it holds are kept if they come from the same code, hardware, versions and conditions."""
+    Cells in it that are not measured again are kept: all must come from the same code, hardware, versions and
+    conditions."""
+
+    overwrite: bool = False
+    """Give up what a file holds that comes from others."""
 
     def run(self) -> None:
         """Measure everything, print a line for each cell, then the tables, and write the file."""
@@ -87,11 +91,6 @@ class Bench:
         results = self._results(conditions, not_found)
         # Reasons, names and paths may hold brackets, which are no markup.
         console = Console(markup=False, highlight=False)
-        if results.replaces_others:
-            console.print(
-                f"{results.path} comes from other code, hardware, versions or conditions: it is written anew",
-                soft_wrap=True,
-            )
         try:
             with warnings.catch_warnings():
                 # Each step of a peer lets go of the cycle that torch warns of.
@@ -118,6 +117,7 @@ class Bench:
                 provenance=provenance(seed=self.seed),
                 conditions={**conditions.record(), "rounds": self.rounds, "min_seconds": self.min_seconds},
                 not_found=not_found,
+                overwrite=self.overwrite,
             )
         except UnusableFileError as error:
             raise _refusal(f"--output: {error}") from error

@@ -25,13 +25,20 @@ class Results:
         provenance: Where the results of this run come from.
         conditions: What holds for all of its cells.
         not_found: Peers that were looked for and are not installed.
+        overwrite: Whether to give up cells that may not stand beside new ones.
 
     Raises:
-        UnusableFileError: If the file cannot be written, or holds something else than results.
+        UnusableFileError: If the file cannot be written, holds something else than results, or such cells.
     """
 
     def __init__(
-        self, path: Path, *, provenance: dict[str, Any], conditions: dict[str, Any], not_found: list[str]
+        self,
+        path: Path,
+        *,
+        provenance: dict[str, Any],
+        conditions: dict[str, Any],
+        not_found: list[str],
+        overwrite: bool = False,
     ) -> None:
         self.path = path
         self._about: dict[str, Any] = {
@@ -41,15 +48,17 @@ class Results:
             "peers_not_found": not_found,
         }
         self._cells: dict[str, Cell] = {}
-        # Whether the file holds cells that may not stand beside new ones, and gives them up.
-        self.replaces_others = False
         _demand_writable(path)
         if path.exists():
             earlier = _earlier_results(path)
-            self.replaces_others = not _comparable(earlier, self._about)
-            if not self.replaces_others:
+            if _comparable(earlier, self._about):
                 self._cells = earlier["cells"]
                 self._about["commands"] = [*earlier["commands"], provenance["command"]]
+            elif not overwrite:
+                raise UnusableFileError(
+                    f"{path} comes from other code, hardware, versions or conditions, and cells of both would not "
+                    "compare: name another file, or give up what it holds with --overwrite"
+                )
 
     @property
     def cells(self) -> dict[str, Cell]:

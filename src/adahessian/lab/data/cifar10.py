@@ -33,7 +33,8 @@ def read_cifar10(data_dir: Path) -> tuple[Examples, Examples]:
     Args:
         data_dir: A folder that is or holds ``cifar-10-batches-bin`` or ``cifar-10-batches-py``, or holds
             ``cifar-10-binary.tar.gz`` or ``cifar-10-python.tar.gz``; or one of these archives itself. An archive is
-            read as it is, and nothing is unpacked. Batches may have fewer rows than the published ones.
+            read as it is, and nothing is unpacked. Batches may have fewer rows than the published ones, if all five
+            to train on have as many.
 
     Returns:
         For each of the two, uint8 images of shape (N, 3, 32, 32) and int64 labels.
@@ -50,6 +51,12 @@ def read_cifar10(data_dir: Path) -> tuple[Examples, Examples]:
                 break
         else:
             raise DataError(f"{where} has no {name}: CIFAR-10 has five data batches and a test batch. Fetch it again.")
+    counts = [len(labels) for _, labels in rows[:-1]]
+    if min(counts) < max(counts):
+        raise DataError(
+            f"{where}/{_BATCHES[counts.index(min(counts))]} is truncated: it has {min(counts):,} images, where others "
+            f"have {max(counts):,}. Fetch it again."
+        )
     return _joined(rows[:-1], where, "data batches"), _joined(rows[-1:], where, "test batch")
 
 

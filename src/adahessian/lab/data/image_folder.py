@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ class StreamedImages:
     Args:
         listed: The images.
         view: What is taken of each.
-        workers: Processes that decode; with 0, this one does.
+        workers: Processes that decode, no more than there are cores; with 0, this one does.
         device: Where batches go.
     """
 
@@ -160,7 +161,7 @@ class StreamedImages:
         self.labels = listed.labels
         self._files = listed.files
         self._view = view
-        self._workers = workers
+        self._workers = min(workers, os.cpu_count() or 1)
         self._device = device
 
     def take(self, parts: Sequence[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:

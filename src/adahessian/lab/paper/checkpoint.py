@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,8 @@ def _told(path: Path, content: Mapping[str, Any]) -> tuple[str, OptimizerName, M
     """Task, optimizer and settings, by the checkpoint itself or by the finished run beside its folder."""
     if "identity" in content:
         identity = content["identity"]
-        return identity["task"], identity["optimizer"], identity["settings"]
+        settings = {key[2:].replace("-", "_"): value for key, value in identity.items() if key.startswith("--")}
+        return identity["task"], identity["optimizer"], settings
     try:
         result = read_result(Path(f"{path.absolute().parent}.json"))
     except NotARunError:
@@ -79,5 +80,6 @@ def _settings(experiment: Experiment[Any], told: tuple[str, OptimizerName, Mappi
         defaults: Settings = experiment.defaults["adahessian"]
         return defaults
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in told[2].items()}
-    settings: Settings = type(experiment.defaults[told[1]])(**values)
+    # What a checkpoint leaves out only says how to compute.
+    settings: Settings = replace(experiment.defaults[told[1]], **values)
     return settings

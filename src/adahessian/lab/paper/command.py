@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -98,7 +99,8 @@ class Paper:
     def _groups(self, console: Console) -> list[Group]:
         folders = [self.results] if self.results.is_dir() else []
         try:
-            runs, strangers = known(find_results([*self.runs, *folders]))
+            tell = partial(console.print, highlight=False, soft_wrap=True)
+            runs, strangers = known(find_results([*self.runs, *folders], tell))
         except NotARunError as error:
             raise SystemExit(f"adahessian paper: {error}. Name files of runs, or folders with some") from error
         for stranger in strangers:
@@ -119,7 +121,7 @@ class Paper:
             f"({surface.parameters:,} of them), along its two Hessian eigenvectors of largest magnitude. Eigenvalues "
             f"{surface.eigenvalues[0]:.4g} and {surface.eigenvalues[1]:.4g}, found within "
             f"{surface.residuals[0]:.1g} and {surface.residuals[1]:.1g} of themselves. The axes reach to where a "
-            f"parabola of the first curvature has risen by {RISE:g}."
+            f"parabola of the first curvature has {'risen' if surface.eigenvalues[0] > 0 else 'fallen'} by {RISE:g}."
         )
         if max(surface.residuals) > _CONVERGED:
             shows += " The search for them did not converge: take the directions for curved ones, not for eigenvectors."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Report:
         """Read the runs, print the tables, write the files."""
         console = Console()
         try:
-            runs, strangers = known(find_results(self.runs))
+            runs, strangers = known(find_results(self.runs, partial(console.print, highlight=False, soft_wrap=True)))
         except NotARunError as error:
             raise SystemExit(f"adahessian report: {error}. Name files of runs, or folders with some") from error
         for stranger in strangers:
