@@ -340,6 +340,23 @@ def test_command_line():
     assert parsed == Report(runs=(Path("a.json"), Path("b")), output=Path("o"), results_page=Path("R.md"))
 
 
+def corner_of(*runs):
+    """What is drawn again, with its limits in epochs; None if nothing is."""
+    picture = next(each for each in task_pictures(group_runs(runs)) if "test-accuracy-by-epoch" in each.file)
+    axes = picture.draw("light").axes[0]
+    return axes.child_axes[0] if axes.child_axes else None
+
+
+def test_the_last_epochs_are_drawn_again_where_there_is_room():
+    corner = corner_of(make_run(recorded=40), make_run("adam", accuracy=92.1, recorded=40))
+    assert corner.get_xlim() == (30, 40)
+    low, high = corner.get_ylim()
+    assert 91.6 < low < high < 91.9
+    assert len(corner.lines) == 2
+    assert corner_of(make_run(recorded=6)) is None, "a few epochs are seen as they are"
+    assert corner_of(make_run(recorded=40), make_run("adam", accuracy=88.0, recorded=40)) is None, "no room"
+
+
 def test_times_of_runs_that_shared_the_device_are_left_out():
     shared = group_runs([make_run(shared=True), make_run(seed=2, shared=True)])
     assert not any("ms" in cell for row in table_of(shared).rows for cell in row)

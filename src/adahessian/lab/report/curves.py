@@ -46,6 +46,9 @@ _TITLE_WIDTH = 70
 
 # Share of the epochs whose values decide no axis: the way to the first sensible network hides all that follows.
 _FIRST = 0.1
+# Share of the epochs, at the end, that are drawn again in a corner that the curves leave free, and how large that is.
+_LAST = 0.25
+_CORNER = 0.38
 
 
 def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
@@ -91,8 +94,9 @@ def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Fig
         figure = Figure(figsize=(6, 3.7 + 0.19 * legend_lines), layout="constrained")
         axes = figure.subplots()
         unit, length = _unit(groups) if by == "time" else ("epoch", 1.0)
+        seeds = len(groups) <= _MOST_WITH_SEEDS
         for (group, look), title in zip(_looks(groups, theme), titles, strict=True):
-            _draw_group(axes, group, metric, by, length, look, title, seeds=len(groups) <= _MOST_WITH_SEEDS)
+            _draw_group(axes, group, metric, by, length, look, title, seeds=seeds)
         name, *of_unit = metric.title.split(", ", 1)
         title = f"{section_title(groups[0])}: {', '.join([f'{name} by {by}', *of_unit])}"
         axes.set(title=textwrap.fill(title, _TITLE_WIDTH), xlabel=unit)
@@ -100,6 +104,9 @@ def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Fig
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if _limit(axes, groups, metric):
             axes.set_xlabel(f"{unit} (the first lie outside)")
+        if by == "epoch" and (corner := _end_in_corner(axes, groups, metric)) is not None:
+            for group, look in _looks(groups, theme):
+                _draw_group(corner, group, metric, by, length, look, "", seeds=seeds)
         figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -169,3 +176,29 @@ def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> bool:
     margin = 0.05 * (high - low) or 0.5
     axes.set_ylim(low - margin, high + margin)
     return any(not low - margin <= value <= high + margin for curve in curves for value in curve)
+
+
+def _end_in_corner(axes: Axes, groups: Sequence[Group], metric: Metric) -> Axes | None:
+    """Axes for the last epochs, where runs differ by less than the width of a line; None if no corner is free."""
+    curves = [_curve(run, metric, "epoch", 1.0) for group in groups for run in group.finished]
+    last = max((curve[0, -1] for curve in curves if curve.size), default=0.0)
+    if metric is _TRAIN_LOSS or last * _LAST < 3:
+        return None
+    low, high = axes.get_ylim()
+    # Where the corner's own labels are, too.
+    right = (0.9 - _CORNER) * last
+    beside = [(value - low) / (high - low) for curve in curves for value in curve[1, curve[0] >= right]]
+    ends = [value for curve in curves for value in curve[1, curve[0] > (1 - _LAST) * last]]
+    if min(beside) > _CORNER + 0.15:
+        bottom = 0.13
+    elif max(beside) < 0.85 - _CORNER:
+        bottom = 0.97 - _CORNER
+    else:
+        return None
+    corner = axes.inset_axes((0.98 - _CORNER, bottom, _CORNER, _CORNER))
+    margin = 0.05 * (max(ends) - min(ends)) or 0.5
+    corner.set(xlim=((1 - _LAST) * last, last), ylim=(min(ends) - margin, max(ends) + margin))
+    corner.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    corner.yaxis.set_major_locator(MaxNLocator(4))
+    corner.tick_params(labelsize="small")
+    return corner
