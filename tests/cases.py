@@ -27,6 +27,19 @@ class AtGradient(Pass):
         ctx.is_within_gradient = False
 
 
+def watched_applications(monkeypatch: Any, function: Any) -> list[Any]:
+    """What an autograd function, by its module's ``applied``, has been applied to."""
+    seen = []
+
+    def watched(applied: Any, *args: Any) -> Any:
+        if applied is function:
+            seen.append(args)
+        return applied.apply(*args)
+
+    monkeypatch.setattr(f"{function.__module__}.applied", watched)
+    return seen
+
+
 @dataclass
 class Case:
     """A model, its loss and its data, in float64 unless cast."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from adahessian import AdaHessian
 from adahessian.curvature import eager_convolution
 from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient
+from cases import AtGradient, watched_applications
 
 ours = {dims: partial(eager_convolution.convolution(dims), AtGradient()) for dims in (1, 2, 3)}
 torchs = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -30,16 +30,7 @@ GEOMETRIES = {
 
 @pytest.fixture
 def applications(monkeypatch):
-    """What it has been applied to."""
-    seen = []
-
-    def watched(function, *args):
-        if function is eager_convolution._Convolution:
-            seen.append(args)
-        return function.apply(*args)
-
-    monkeypatch.setattr(eager_convolution, "applied", watched)
-    return seen
+    return watched_applications(monkeypatch, eager_convolution._Convolution)
 
 
 def twice(function, inputs, needed, along):

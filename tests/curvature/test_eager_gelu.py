@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from adahessian import AdaHessian, Curvature
 from adahessian.curvature import eager_gelu
 from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient
+from cases import AtGradient, watched_applications
 
 gelu = partial(eager_gelu.gelu, AtGradient())
 ours, torchs = partial(gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")
@@ -19,16 +19,7 @@ ours, torchs = partial(gelu, approximate="tanh"), partial(F.gelu, approximate="t
 
 @pytest.fixture
 def applications(monkeypatch):
-    """What it has been applied to."""
-    seen = []
-
-    def watched(function, *args):
-        if function is eager_gelu._Gelu:
-            seen.append(args)
-        return function.apply(*args)
-
-    monkeypatch.setattr(eager_gelu, "applied", watched)
-    return seen
+    return watched_applications(monkeypatch, eager_gelu._Gelu)
 
 
 def twice(function, x):

@@ -138,8 +138,8 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
 
 
 def has_written_out_layers(model: nn.Module) -> bool:
-    """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own."""
-    kinds = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.LSTM, nn.GELU)
+    """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own, GELU aside."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._BatchNorm, nn.LSTM)
     return any(isinstance(module, kinds) for module in model.modules())
 
 

@@ -98,13 +98,13 @@ class Paper:
 
     def _groups(self, console: Console) -> list[Group]:
         folders = [self.results] if self.results.is_dir() else []
+        tell = partial(console.print, highlight=False, soft_wrap=True)
         try:
-            tell = partial(console.print, highlight=False, soft_wrap=True)
             runs, strangers = known(find_results([*self.runs, *folders], tell))
         except NotARunError as error:
             raise SystemExit(f"adahessian paper: {error}. Name files of runs, or folders with some") from error
         for stranger in strangers:
-            console.print(stranger, highlight=False, soft_wrap=True)
+            tell(stranger)
         return group_runs(runs)
 
     def _draw_surface(self, weights: Path, console: Console) -> None:

@@ -57,15 +57,16 @@ class Report:
     def run(self) -> None:
         """Read the runs, print the tables, write the files."""
         console = Console()
+        tell = partial(console.print, highlight=False, soft_wrap=True)
         try:
-            runs, strangers = known(find_results(self.runs, partial(console.print, highlight=False, soft_wrap=True)))
+            runs, strangers = known(find_results(self.runs, tell))
         except NotARunError as error:
             raise SystemExit(f"adahessian report: {error}. Name files of runs, or folders with some") from error
         for stranger in strangers:
-            console.print(stranger, highlight=False, soft_wrap=True)
+            tell(stranger)
         if unfinished := find_unfinished(self.runs):
             names = ", ".join(str(folder) for folder in unfinished)
-            console.print(f"not finished, and not in the report: {names}", highlight=False, soft_wrap=True)
+            tell(f"not finished, and not in the report: {names}")
         if not runs:
             named = " ".join(map(str, self.runs)) or "nothing"
             raise SystemExit(f"adahessian report: no finished run in {named}; adahessian train makes some")
