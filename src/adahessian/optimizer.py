@@ -181,7 +181,7 @@ class AdaHessian(Optimizer):
 
     def measured_parameters(self) -> list[Tensor]:
         """The parameters that a measurement is about: all that are not frozen, in the order of their groups."""
-        return [param for param, _, _ in self._parameters() if param.requires_grad]
+        return [param for group in self.param_groups for param in group["params"] if param.requires_grad]
 
     def draw_probes(self, probe: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A Rademacher vector of the measurement that is due, in the shapes of :meth:`measured_parameters`.
@@ -263,12 +263,13 @@ class AdaHessian(Optimizer):
                 raise ValueError(
                     f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
                 )
-            if values.shape != param.shape:
-                raise ValueError(f"a parameter of shape {tuple(param.shape)} was fed one of {tuple(values.shape)}")
+            shape, device = param.shape, param.device
+            if values.shape != shape:
+                raise ValueError(f"a parameter of shape {tuple(shape)} was fed one of {tuple(values.shape)}")
             gradient = values if gradients is None else gradients.get(param)
-            if gradient is None or gradient.shape != param.shape or {values.device, gradient.device} != {param.device}:
+            if gradient is None or gradient.shape != shape or not values.device == gradient.device == device:
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} on {param.device} needs its diagonal and its gradient "
+                    f"a parameter of shape {tuple(shape)} on {device} needs its diagonal and its gradient "
                     "in that shape and on that device"
                 )
         params = list(diagonal)

@@ -16,8 +16,7 @@ from adahessian.curvature import batch_norm as module
 from adahessian.curvature import eager_batch_norm
 from adahessian.curvature.batch_norm import by_batch
 from adahessian.curvature.replaced import Replaced, replaced_by_name
-from adahessian.curvature.written_out import Pass
-from cases import AtGradient
+from cases import AtGradient, watched_applications
 
 written_out_batch_norm = partial(eager_batch_norm.batch_norm, AtGradient())
 
@@ -214,8 +213,7 @@ def model_with_batch_norm():
 
 
 def test_double_backward_computes_by_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(Pass, "takes", lambda self, *tensors: bool(calls.append(tensors)))
+    calls = watched_applications(monkeypatch, eager_batch_norm._BatchNorm)
     model = model_with_batch_norm()
     optimizer = AdaHessian(model.parameters())
     curvature = Curvature(model, lambda m, x: m(x).square().mean(), optimizer)

@@ -28,10 +28,18 @@ class Convolution(nn.Module):
         return self.convolution(x.unsqueeze(1)).flatten(1).tanh()
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        query, key, value = x.view(3, 1, 2, 4).unbind()
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum() * x
+
+
 LAYERS = {
     "convolution": Convolution,
     "gelu": lambda: nn.GELU("tanh"),
     "batch norm": lambda: nn.BatchNorm1d(4),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "attention": Attention,
     "lstm": LSTM,
 }
 
@@ -117,6 +125,17 @@ def test_gradients_within_the_loss_and_within_its_gradient(layer, loss, times, m
     assert any(taken)
     torch.testing.assert_close(ours, torchs)
     assert any(each is not None and each.any() for each in torchs.diagonal)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_the_first_measurement_has_the_bits_of_any_other(layer):
+    """Who goes on from a checkpoint measures for the first time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), layer(), nn.Linear(4, 2))
+    x = torch.randn(6, 3)
+    engine = Curvature(model, energy, AdaHessian(model.parameters())).engine
+    first, second = (engine.measure(x).diagonal for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 class Failing(nn.Conv1d):

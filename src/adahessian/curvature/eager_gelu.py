@@ -11,8 +11,7 @@ With g for the gradient of a loss by :math:`f(x)`, that by x is :math:`g f'(x)`,
     \text{by } g : v f'(x), \qquad \text{by } x : v g f''(x)
 
 Torch takes twice as many operations to that, each over the widest layers that a transformer has. The exact GELU and
-SiLU, where it takes few, are left to it. So are GPUs: what they wait for is Python, which a function of its own asks
-for more of.
+SiLU, where it takes few, are left to it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _KAPPA, _C = math.sqrt(2 / math.pi), 0.044715
 
 
 def gelu(of_pass: Pass, input: Tensor, *, approximate: str = "none") -> Tensor:
-    """``torch.nn.functional.gelu``, in a pass; torch's own if it is exact, on GPUs, and where tensors are not plain."""
-    if approximate == "tanh" and input.is_cpu and of_pass.takes(input):
+    """``torch.nn.functional.gelu``, in a pass; torch's own if it is exact, and where tensors are not plain ones."""
+    if approximate == "tanh" and of_pass.takes(input):
         y: Tensor = applied(_Gelu, of_pass, input)
         return y
     return _TORCHS_OWN(input, approximate=approximate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -23,9 +24,9 @@ from adahessian.curvature.ways import (
     double_backward,
     finite_difference,
     functional,
-    has_written_out_layers,
     uncompiled,
 )
+from adahessian.curvature.written_out import Watched
 from adahessian.messages import compiling, say, say_once
 
 ProductName = Literal["auto", "double_backward", "forward_over_reverse", "finite_difference"]
@@ -48,7 +49,7 @@ class Engine:
 
     Compiled as one function, forward over reverse is the fastest; then comes compiled double backward. Without the
     compiler double backward is as fast as any way, and takes the least memory. Whatever is chosen, unless it is torch's
-    double backward itself, is compared with that on the first batch. GELU, a function of single numbers, needs none.
+    double backward itself, is compared with that on the first batch.
 
     Args:
         problem: The loss, and the parameters to differentiate it by.
@@ -67,6 +68,7 @@ class Engine:
         self._kinds = Kinds()
         self._compiled_for: set[Hashable] = set()
         self._double_backward = double_backward(problem)
+        self._is_compared = False
         self._choice: Choice | None = None
         self._chosen_for: list[Tensor] = []
 
@@ -101,16 +103,20 @@ class Engine:
                 raise
             except Exception as error:  # a Python number that changes is compiled anew, until the compiler has enough
                 self._do_without(kind, error)
-        return self._double_backward(part, draw, keep_buffers)
+        return self._by_double_backward(part, draw, keep_buffers)
 
     def way(self, part: Any) -> Way:
         """How to compute on batches of this kind, compiled by now if that works: for what is to be captured."""
         choice = self.choice(part)
-        if not choice.is_compiled:
+        if choice.is_compiled:
+            kind = self._kinds.key(part, at_once=True)
+            if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
+                return choice.compute
+        elif choice.compute != self._by_double_backward:
             return choice.compute
-        kind = self._kinds.key(part, at_once=True)
-        if kind is not None and (kind in self._compiled_for or self._compile_for(kind, part)):
-            return choice.compute
+        if not self._is_compared:
+            with self._problem.random_streams_untouched():
+                self._by_double_backward(part, self._problem.draw, False)
         return self._double_backward
 
     def _compile_for(self, kind: Hashable, part: Any) -> bool:
@@ -194,30 +200,49 @@ class Engine:
                 return self._checked(part, way, expected)
         if self._tangent_dtype is not None:
             say_once("tangent_dtype has no effect, as the pass is not compiled")
-        self._check_written_out(part)
-        return Choice(f"double backward, not compiled: {why_not or why_eager}", self._double_backward)
+        self._is_compared = False
+        return Choice(f"double backward, not compiled: {why_not or why_eager}", self._by_double_backward)
 
-    def _check_written_out(self, part: Any) -> None:
-        """Leave to torch the second derivatives that are written out, should they differ from torch's."""
-        problem = self._problem
-        if not has_written_out_layers(problem.model):
-            return
-        expected = reference(problem, part)
+    def _by_double_backward(self, part: Any, draw: Draw, keep_buffers: bool) -> Found:
+        """By double backward. What is written out is compared with torch's own when it first takes part."""
+        if self._is_compared:
+            return self._double_backward(part, draw, keep_buffers)
+        problem, watched = self._problem, Watched()
         try:
-            with problem.random_streams_untouched():
-                found = self._double_backward(part, problem.draw, False)
-            agreement(problem, part, found, self._double_backward, expected, rounded=False, compiled=False)
+            found = double_backward(problem, make_pass=lambda: watched)(part, draw, keep_buffers)
+            if watched.took_any:
+                self._compare_written_out(part)
         except torch.OutOfMemoryError:
             raise
-        except Exception as unfit:  # whatever they stumble over; an error of the user's own will come again
-            if isinstance(unfit, UnfitError) and self._differs_from_call_to_call(part, expected):
-                say_once(
-                    "the loss has another curvature at each call, on the same batch: does the model keep a state that "
-                    "is no buffer? Then each measurement advances it: give it to loss_fn with the batch"
-                )
-                return
+        except Exception as unfit:  # whatever they stumble over; an error of the user's own comes again
+            # Buffers and random streams are by now what they are to be, unless the pass itself has failed.
+            is_done = isinstance(unfit, UnfitError)
+            with problem.random_streams_untouched() if is_done else nullcontext():
+                found = double_backward(problem, written_out=False)(part, draw, keep_buffers and not is_done)
             say(f"all is left to torch, as layers that are written out do not agree with it: {first_line(unfit)}")
             self._double_backward = double_backward(problem, written_out=False)
+        self._is_compared = True
+        return found
+
+    def _compare_written_out(self, part: Any) -> None:
+        """Compare the second derivatives that are written out with torch's.
+
+        Raises:
+            UnfitError: If they differ.
+        """
+        problem = self._problem
+        expected = reference(problem, part)
+        with problem.random_streams_untouched():
+            found = self._double_backward(part, problem.draw, False)
+        try:
+            agreement(problem, part, found, self._double_backward, expected, rounded=False, compiled=False)
+        except UnfitError:
+            if not self._differs_from_call_to_call(part, expected):
+                raise
+            say_once(
+                "the loss has another curvature at each call, on the same batch: does the model keep a state that is "
+                "no buffer? Then each measurement advances it: give it to loss_fn with the batch"
+            )
 
     def _differs_from_call_to_call(self, part: Any, expected: Reference | None) -> bool:
         again = reference(self._problem, part)

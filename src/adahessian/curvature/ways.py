@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from adahessian.curvature import batch_norm, eager_batch_norm, eager_convolution, eager_gelu, eager_lstm
+from adahessian.curvature import (
+    batch_norm,
+    eager_attention,
+    eager_batch_norm,
+    eager_convolution,
+    eager_gelu,
+    eager_layer_norm,
+    eager_lstm,
+)
 from adahessian.curvature.attention import plain_attention
 from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.batches import signature
@@ -93,13 +101,14 @@ class Problem:
         return random_streams_untouched(devices_of(self.model))
 
 
-def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
+def double_backward(problem: Problem, *, written_out: bool = True, make_pass: Callable[[], Pass] = Pass) -> Way:
     """On the model itself, as it is: the way that always works.
 
     Args:
         problem: The loss.
-        written_out: Whether convolutions, batch norm, LSTMs and GELU have their second derivatives written out, and not
-            by torch.
+        written_out: Whether convolutions, norms, attention, LSTMs and GELU have their second derivatives written out,
+            and not by torch.
+        make_pass: Makes the pass that decides, for each of them, whether that can be done.
     """
 
     def compute(part: Any, draw: Draw, keep_buffers: bool) -> Found:
@@ -109,7 +118,7 @@ def double_backward(problem: Problem, *, written_out: bool = True) -> Way:
             stack.enter_context(
                 buffers_kept_on_success(problem.model) if keep_buffers else model_untouched(problem.model)
             )
-            this = stack.enter_context(Pass())
+            this = stack.enter_context(make_pass())
             if written_out:
                 stack.enter_context(replaced_by_name(_written_out(this)))
             loss = problem.loss_fn(problem.model, part)
@@ -131,16 +140,12 @@ def _written_out(of_pass: Pass) -> list[tuple[Any, str, Callable[..., Any]]]:
     instead: list[tuple[Any, str, Callable[..., Any]]] = [
         *((nn.functional, f"conv{dims}d", eager_convolution.convolution(dims)) for dims in (1, 2, 3)),
         (nn.functional, "batch_norm", eager_batch_norm.batch_norm),
+        (nn.functional, "layer_norm", eager_layer_norm.layer_norm),
+        (nn.functional, "scaled_dot_product_attention", eager_attention.attention),
         (torch._VF, "lstm", eager_lstm.lstm),
         (nn.functional, "gelu", eager_gelu.gelu),
     ]
     return [(module, name, partial(function, of_pass)) for module, name, function in instead]
-
-
-def has_written_out_layers(model: nn.Module) -> bool:
-    """Whether a model has layers that :func:`double_backward` differentiates by formulas of its own, GELU aside."""
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.modules.batchnorm._BatchNorm, nn.LSTM)
-    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def uncompiled(problem: Problem, product: Product) -> Compiled:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+# Tensors that are torch's own: subclasses may do what they like.
+KINDS = (Tensor, nn.Parameter, nn.Buffer)
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -47,9 +49,34 @@ class Pass:
         return bool(ctx.of_pass.is_at_gradient) and not ctx.is_within_gradient
 
 
+class Watched(Pass):
+    """A pass that remembers whether any such function took part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.took_any = False
+
+    def takes(self, *tensors: Tensor | None) -> bool:
+        """Remember."""
+        taken = super().takes(*tensors)
+        self.took_any |= taken
+        return taken
+
+
+class _NoContext:
+    """In place of a context, where nothing is going to be differentiated: what it is given is let go."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Save nothing."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Expect no gradients."""
+
+
 def applied(function: type[Function], *args: Any) -> Any:
     """What a custom function returns: of anything but the class of all of them ``apply`` has no type."""
-    return function.apply(*args)
+    # The last of the passes goes through all functions once more, and torch's own way to call them takes time.
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_NoContext(), *args)
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
@@ -58,7 +85,7 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return (
         first is not None
         and first.dtype in _DTYPES
-        and all(each is not None and type(each) in _KINDS and each.dtype is first.dtype for each in tensors)
+        and all(each is not None and type(each) in KINDS and each.dtype is first.dtype for each in tensors)
         and (first.is_cpu or first.is_cuda)
         and not torch.is_autocast_enabled(first.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -66,9 +93,10 @@ def are_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def in_full_precision(tensor: Tensor) -> torch.autocast:
+def in_full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
     """No autocast: a gradient may be asked for under one that the function itself was not under."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def gradient_in_torchs_operations(
