@@ -159,6 +159,24 @@ class WrittenTo(Model):
         return super().attend(x).mul_(2)
 
 
+class Hooked(Model):
+    """Its gradients are written to on their way."""
+
+    def attend(self, x):
+        query, key, value = self.first(x).chunk(3, -1)
+        query.register_hook(lambda gradient: gradient.mul_(2))
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Taught(Model):
+    """By a teacher that does not train, on the same batch."""
+
+    def forward(self, x):
+        with torch.inference_mode():
+            taught = self.attend(x).sum().item()
+        return super().forward(x) - taught
+
+
 class Checkpointed(Model):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -174,7 +192,7 @@ def found_by(model, *, written_out):
     return double_backward(problem, written_out=written_out)(x, problem.draw, False)
 
 
-@pytest.mark.parametrize("make", [Model, Module, WrittenTo, Checkpointed])
+@pytest.mark.parametrize("make", [Model, Module, WrittenTo, Hooked, Taught, Checkpointed])
 def test_a_pass_finds_the_same(make, applications):
     model = make().double()
     torchs = found_by(model, written_out=False)

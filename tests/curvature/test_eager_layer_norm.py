@@ -148,10 +148,11 @@ def test_the_rest_is_torchs_own(kind, applications):
     assert not applications
 
 
-def test_what_torch_refuses_is_refused_in_its_words():
+@pytest.mark.parametrize("shape", [(6,), 7, ()], ids=str)
+def test_what_torch_refuses_is_refused_in_its_words(shape):
     x, weight, bias = some(5, 7)
-    with pytest.raises(RuntimeError) as torchs_own:
-        F.layer_norm(x, (6,), weight, bias)
-    with pytest.raises(RuntimeError) as error:
-        ours(x, (6,), weight, bias)
+    with pytest.raises((RuntimeError, TypeError)) as torchs_own:
+        F.layer_norm(x, shape, weight, bias)
+    with pytest.raises(torchs_own.type) as error:
+        ours(x, shape, weight, bias)
     assert str(error.value) == str(torchs_own.value)

@@ -1,11 +1,15 @@
 """What is written out, in losses that take gradients themselves."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adahessian import AdaHessian, Curvature
+from adahessian.curvature import eager_layer_norm
+from adahessian.curvature.agreement import reference
 from adahessian.curvature.ways import Problem, double_backward
 from adahessian.curvature.written_out import Pass
 
@@ -136,6 +140,85 @@ def test_the_first_measurement_has_the_bits_of_any_other(layer):
     engine = Curvature(model, energy, AdaHessian(model.parameters())).engine
     first, second = (engine.measure(x).diagonal for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+class Auxiliary(nn.Module):
+    """Returns a pair when it trains, as some networks for images do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Flatten(), nn.Dropout(), nn.Linear(4, 1))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return (y, 2 * y) if self.training else y
+
+
+def of_both(model, x):
+    y, z = model(x)
+    return (y + z).square().mean()
+
+
+def first_and_later(model, loss, x):
+    """What a step finds and leaves behind, in a new process and in one that has measured before."""
+    for has_measured in (False, True):
+        mine = copy.deepcopy(model)
+        engine = Curvature(mine, loss, AdaHessian(mine.parameters())).engine
+        if has_measured:
+            engine.measure(x)
+        torch.manual_seed(1)
+        found = engine.compute(x, engine._problem.draw, keep_buffers=True)
+        yield found, list(mine.buffers()), torch.rand(3)
+
+
+def test_a_model_that_cannot_be_compared_goes_on_as_ever(said):
+    x = torch.randn(6, 1, 4)
+    torch.testing.assert_close(*first_and_later(Auxiliary(), of_both, x), rtol=0, atol=0)
+    assert not any("left to torch" in message for message in said.messages)
+
+
+def wrong(monkeypatch, module, name):
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: right(*args) * 1.5)
+
+
+def test_what_is_wrong_leaves_no_trace(monkeypatch, said):
+    wrong(monkeypatch, eager_layer_norm, "_projected")
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Dropout(), nn.Linear(4, 2))
+    torch.testing.assert_close(*first_and_later(model, energy, torch.randn(6, 3)), rtol=0, atol=0)
+    assert any("all is left to torch" in message for message in said.messages)
+
+
+def test_it_is_compared_again_when_parameters_are_frozen(monkeypatch):
+    wrong(monkeypatch, eager_layer_norm, "_projected")
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double(), torch.randn(6, 3).double()
+    engine = Curvature(model, energy, AdaHessian(model.parameters())).engine
+    for _ in range(2):
+        torch.testing.assert_close(engine.measure(x).diagonal, reference(engine._problem, x).diagonal)
+        model[0].bias.requires_grad_(False)
+
+
+class Later(nn.Module):
+    """A layer that takes part from the second batch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(self.norm(y) if len(x) > 6 else y.tanh())
+
+
+def test_what_takes_part_later_is_compared_then(monkeypatch, said):
+    wrong(monkeypatch, eager_layer_norm, "_projected")
+    model = Later().double()
+    engine = Curvature(model, energy, AdaHessian(model.parameters())).engine
+    for rows in (6, 8):
+        assert not said.messages or "left to torch" not in said.messages[-1]
+        x = torch.randn(rows, 3, dtype=torch.float64)
+        torch.testing.assert_close(engine.measure(x).diagonal, reference(engine._problem, x).diagonal)
+    assert any("all is left to torch" in message for message in said.messages)
 
 
 class Failing(nn.Conv1d):

@@ -228,6 +228,23 @@ def no_rows_on_ranks(rank, size):
     return caught
 
 
+def convolved_on_ranks(rank, size):
+    """Of what rank 1 has in its first batch nothing is convolved by formulas: it is empty."""
+
+    def energy(model, x):
+        return model(x).square().sum() / 4 + sum(param.square().sum() for param in model.parameters())
+
+    layers = nn.Conv1d(1, 2, 3), nn.SyncBatchNorm(2), nn.Flatten(), nn.Linear(4, 1)
+    model = made(lambda: nn.Sequential(*layers))
+    optimizer = AdaHessian(model.parameters(), **SETTINGS)
+    curvature = Curvature(model, energy, optimizer, process_group=dist.group.WORLD)
+    for number in range(2):
+        rows = 0 if rank == 1 and number == 0 else 4
+        assert curvature.measure(torch.randn(rows, 1, 4, dtype=torch.float64))
+        optimizer._measurement = None
+    return True
+
+
 def classic_on_ranks(rank, size):
     model = made(mlp)
     optimizer = AdaHessian(model.parameters())
@@ -261,6 +278,10 @@ def communication_on_ranks(rank, size):
 
 
 # Here ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_run_the_same_passes_whatever_takes_part_on_each(ranks):
+    assert all(ranks(convolved_on_ranks))
 
 
 @pytest.mark.parametrize("averaging", ["magnitude", "signed"])

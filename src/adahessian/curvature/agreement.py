@@ -89,7 +89,12 @@ def agreement(
     if expected.is_random:
         with problem.random_streams_untouched(), _without_dropout(problem.model):
             before = _random_states(problem.model)
-            diagonal = double_backward(problem, written_out=False)(part, problem.draw, False).diagonal
+            try:
+                diagonal = double_backward(problem, written_out=False)(part, problem.draw, False).diagonal
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # as of models that return something else when they do not train
+                return "not compared with double backward, as the loss cannot be computed without dropout"
             found = way(part, problem.draw, False)
             if before != _random_states(problem.model):
                 return "not compared with double backward, as the loss is random even without dropout"

@@ -24,7 +24,8 @@ Torch takes a hundred operations to all of it, most of them over one number for 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ def attention(
     usual = dropout_p == 0 and not enable_gqa and not (is_causal and attn_mask is not None)
     if usual and _fit(query, key, value) and _is_constant(attn_mask, query, key) and of_pass.takes(query, key, value):
         if is_causal:
-            attn_mask = _causal(query.shape[-2], key.shape[-2], query.dtype, query.device)
+            shape = query.shape[-2], key.shape[-2]
+            attn_mask = of_pass.constant(("causal", shape, query.dtype, query.device), partial(_causal, shape, query))
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         y: Tensor = applied(_Attention, of_pass, factor, attn_mask, query, key, value)
         return y
@@ -89,9 +91,8 @@ def _is_constant(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
-def _causal(queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((queries, keys), -math.inf, dtype=dtype, device=device).triu(1)
+def _causal(shape: tuple[int, int], like: Tensor) -> Tensor:
+    return torch.full(shape, -math.inf, dtype=like.dtype, device=like.device).triu(1)
 
 
 class _Attention(Function):
@@ -114,9 +115,7 @@ class _Attention(Function):
         ctx.save_for_backward(query, key, value, mask, q, k, v, weights)
         ctx.scale = scale
         of_pass.remember(ctx)
-        # Not a view, which no one may write to that a custom function has returned.
-        output: Tensor = torch.ops.aten._unsafe_view(torch.bmm(weights, v), [*query.shape[:-1], value.shape[-1]])
-        return output
+        return _in_shape(torch.bmm(weights, v), (*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,7 +154,7 @@ class _Gradient(Function):
         ctx.save_for_backward(g, q, k, v, weights, of_scores)
         ctx.scale = scale
         ctx.shapes = gradient.shape, query.shape, key.shape, value.shape
-        return tuple(each.view(shape) for each, shape in zip(by_inputs, ctx.shapes[1:], strict=True))
+        return tuple(map(_in_shape, by_inputs, ctx.shapes[1:]))
 
     @staticmethod
     @once_differentiable
@@ -185,6 +184,12 @@ def _times(first: Tensor, second: Tensor, scale: float) -> Tensor:
     """A batch of products, scaled."""
     # Of what is not to count nothing is read.
     return torch.baddbmm(first.new_empty(()), first, second, beta=0, alpha=scale)
+
+
+def _in_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor in another shape that is no view, which no one may write to that a custom function has returned."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(tensor, list(shape))
+    return shaped
 
 
 def _softmax_gradient(by_weights: Tensor, weights: Tensor) -> Tensor:

@@ -50,8 +50,9 @@ def layer_norm(
 ) -> Tensor:
     """``torch.nn.functional.layer_norm``, in a pass; torch's own unless it is over the last dimension, with weights."""
     given = (input, weight) if bias is None else (input, weight, bias)
-    shape = tuple(normalized_shape)
-    usual = len(shape) == 1 and input.numel() > 0 and input.shape[-1:] == shape and eps > 0
+    shape = input.shape[-1:]
+    usual = isinstance(normalized_shape, (tuple, list)) and shape == tuple(normalized_shape) != ()
+    usual = usual and input.numel() > 0 and eps > 0
     if usual and all(each is not None and each.shape == shape for each in given[1:]) and of_pass.takes(*given):
         y: Tensor = applied(_LayerNorm, of_pass, eps, *given)
         return y

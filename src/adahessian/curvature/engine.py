@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -13,7 +12,7 @@ from adahessian.curvature.agreement import Reference, UnfitError, agreement, err
 from adahessian.curvature.compilation import WORTH_COMPILING, compile_derivatives, missing_compiler
 from adahessian.curvature.errors import CurvatureError, explained
 from adahessian.curvature.functional import Product
-from adahessian.curvature.isolation import transforms_closed
+from adahessian.curvature.isolation import remembered, transforms_closed
 from adahessian.curvature.kinds import Kinds
 from adahessian.curvature.sync_batch_norm import communicates
 from adahessian.curvature.ways import (
@@ -67,8 +66,10 @@ class Engine:
         self._tangent_dtype = tangent_dtype
         self._kinds = Kinds()
         self._compiled_for: set[Hashable] = set()
+        # What to use once nothing is to be compared any more, and the functions that have been.
         self._double_backward = double_backward(problem)
-        self._is_compared = False
+        self._compared: set[type] = set()
+        self._is_settled = False
         self._choice: Choice | None = None
         self._chosen_for: list[Tensor] = []
 
@@ -114,7 +115,7 @@ class Engine:
                 return choice.compute
         elif choice.compute != self._by_double_backward:
             return choice.compute
-        if not self._is_compared:
+        if not self._is_settled:
             with self._problem.random_streams_untouched():
                 self._by_double_backward(part, self._problem.draw, False)
         return self._double_backward
@@ -200,49 +201,67 @@ class Engine:
                 return self._checked(part, way, expected)
         if self._tangent_dtype is not None:
             say_once("tangent_dtype has no effect, as the pass is not compiled")
-        self._is_compared = False
+        self._double_backward, self._compared, self._is_settled = double_backward(self._problem), set(), False
         return Choice(f"double backward, not compiled: {why_not or why_eager}", self._by_double_backward)
 
     def _by_double_backward(self, part: Any, draw: Draw, keep_buffers: bool) -> Found:
         """By double backward. What is written out is compared with torch's own when it first takes part."""
-        if self._is_compared:
+        if not self._is_settled and communicates(self._problem.model):
+            # Ranks are to run the same passes, whatever takes part on each: it is compared once and for all.
+            if (unfit := self._unfit(part)) is not None:
+                self._leave_all_to_torch(unfit)
+            self._is_settled = True
+        if self._is_settled:
             return self._double_backward(part, draw, keep_buffers)
+        return self._watched_double_backward(part, draw, keep_buffers)
+
+    def _watched_double_backward(self, part: Any, draw: Draw, keep_buffers: bool) -> Found:
         problem, watched = self._problem, Watched()
+        put_back: Callable[[], None] = (
+            (lambda: None) if self._compared else remembered(problem.model, buffers=keep_buffers)
+        )
+        unfit: Exception | None = None
         try:
             found = double_backward(problem, make_pass=lambda: watched)(part, draw, keep_buffers)
-            if watched.took_any:
-                self._compare_written_out(part)
+            if not watched.took_part <= self._compared:
+                unfit = self._unfit(part)
         except torch.OutOfMemoryError:
+            put_back()
             raise
-        except Exception as unfit:  # whatever they stumble over; an error of the user's own comes again
-            # Buffers and random streams are by now what they are to be, unless the pass itself has failed.
-            is_done = isinstance(unfit, UnfitError)
-            with problem.random_streams_untouched() if is_done else nullcontext():
-                found = double_backward(problem, written_out=False)(part, draw, keep_buffers and not is_done)
-            say(f"all is left to torch, as layers that are written out do not agree with it: {first_line(unfit)}")
-            self._double_backward = double_backward(problem, written_out=False)
-        self._is_compared = True
+        except Exception as error:  # whatever they stumble over
+            unfit = error
+        if unfit is not None:
+            put_back()
+            # An error of the user's own comes again here.
+            found = double_backward(problem, written_out=False)(part, draw, keep_buffers)
+            self._leave_all_to_torch(unfit)
+        self._compared |= watched.took_part
         return found
 
-    def _compare_written_out(self, part: Any) -> None:
-        """Compare the second derivatives that are written out with torch's.
-
-        Raises:
-            UnfitError: If they differ.
-        """
+    def _unfit(self, part: Any) -> Exception | None:
+        """What is wrong with the second derivatives that are written out, beside torch's, if anything is."""
         problem = self._problem
         expected = reference(problem, part)
-        with problem.random_streams_untouched():
-            found = self._double_backward(part, problem.draw, False)
+        written_out = double_backward(problem)
         try:
-            agreement(problem, part, found, self._double_backward, expected, rounded=False, compiled=False)
-        except UnfitError:
-            if not self._differs_from_call_to_call(part, expected):
-                raise
+            with problem.random_streams_untouched():
+                found = written_out(part, problem.draw, False)
+            agreement(problem, part, found, written_out, expected, rounded=False, compiled=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as unfit:  # whatever they stumble over
+            if not (isinstance(unfit, UnfitError) and self._differs_from_call_to_call(part, expected)):
+                return unfit
             say_once(
                 "the loss has another curvature at each call, on the same batch: does the model keep a state that is "
                 "no buffer? Then each measurement advances it: give it to loss_fn with the batch"
             )
+        return None
+
+    def _leave_all_to_torch(self, why: Exception) -> None:
+        say(f"all is left to torch, as layers that are written out do not agree with it: {first_line(why)}")
+        self._double_backward = double_backward(self._problem, written_out=False)
+        self._is_settled = True
 
     def _differs_from_call_to_call(self, part: Any, expected: Reference | None) -> bool:
         again = reference(self._problem, part)

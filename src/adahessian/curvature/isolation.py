@@ -85,6 +85,23 @@ def buffers_kept_on_success(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def remembered(model: nn.Module, *, buffers: bool) -> Callable[[], None]:
+    """Returns what puts back, in place, torch's random streams and, if they are to be, a model's buffers."""
+    on_host = torch.get_rng_state()
+    accelerators = [device for device in devices_of(model) if device.type not in ("cpu", "meta")]
+    on_devices = [torch.get_device_module(device).get_rng_state(device) for device in accelerators]
+    put_buffers_back = _remember_buffers(model) if buffers else None
+
+    def put_back() -> None:
+        torch.set_rng_state(on_host)
+        for device, state in zip(accelerators, on_devices, strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+        if put_buffers_back is not None:
+            put_buffers_back()
+
+    return put_back
+
+
 @torch.no_grad()
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors, a list at a time: on a GPU each launch counts."""

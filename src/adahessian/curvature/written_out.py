@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ class Pass:
     def __init__(self) -> None:
         self.is_at_gradient = False
         self._is_over = False
+        self._constants: dict[Hashable, Tensor] = {}
 
     def __enter__(self) -> Pass:
         return self
@@ -33,10 +34,18 @@ class Pass:
     def __exit__(self, *of_an_error: object) -> None:
         # Whoever has kept such a function has torch's own from now on.
         self._is_over = True
+        self._constants.clear()
 
     def takes(self, *tensors: Tensor | None) -> bool:
         """Whether custom functions can take tensors, here."""
         return not self._is_over and are_plain(*tensors)
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that functions share, as long as the pass lasts: a graph that captures the pass has its own."""
+        if key not in self._constants:
+            with torch.inference_mode(False), torch.no_grad():  # whoever asks first may not differentiate
+                self._constants[key] = make()
+        return self._constants[key]
 
     def remember(self, ctx: Any) -> None:
         """Have a custom function, in its forward, know the pass it is called in."""
@@ -50,17 +59,16 @@ class Pass:
 
 
 class Watched(Pass):
-    """A pass that remembers whether any such function took part."""
+    """A pass that remembers which functions took part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.took_any = False
+        self.took_part: set[type] = set()
 
-    def takes(self, *tensors: Tensor | None) -> bool:
-        """Remember."""
-        taken = super().takes(*tensors)
-        self.took_any |= taken
-        return taken
+    def remember(self, ctx: Any) -> None:
+        """Remember the function, too."""
+        super().remember(ctx)
+        self.took_part.add(type(ctx))
 
 
 class _NoContext:
