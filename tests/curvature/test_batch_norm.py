@@ -242,12 +242,18 @@ def test_if_it_were_wrong_torchs_own_would_be_taken(monkeypatch, said):
     torch.testing.assert_close(*found)
 
 
-def test_second_derivatives_that_are_not_finite_are_left_to_torch(said):
+def test_second_derivatives_that_are_not_finite_decide_nothing(said, monkeypatch):
+    calls = watched_applications(monkeypatch, eager_batch_norm._BatchNorm)
     model = model_with_batch_norm()
-    optimizer = AdaHessian(model.parameters())
-    curvature = Curvature(model, lambda m, x: m(x).square().mean() * float("inf"), optimizer)
-    assert curvature.measure(torch.randn(16, 4))
-    assert any("left to torch" in message and "not finite" in message for message in said.messages)
+    engine = Curvature(model, lambda m, x: m(x).square().mean(), AdaHessian(model.parameters())).engine
+    x = torch.randn(16, 4)
+    engine.measure(x * torch.inf)
+    assert len(calls) == 1
+    engine.measure(x)
+    assert len(calls) == 3, "compared on a batch that it can be compared on"
+    engine.measure(x)
+    assert len(calls) == 4
+    assert not any("left to torch" in message for message in said.messages)
 
 
 def test_a_state_that_a_module_keeps_is_told_of(said):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from adahessian import AdaHessian, Curvature
+from adahessian import AdaHessian, Curvature, CurvatureError
 from adahessian.curvature import eager_layer_norm
 from adahessian.curvature.agreement import reference
 from adahessian.curvature.ways import Problem, double_backward
@@ -36,6 +36,26 @@ class Attention(nn.Module):
     def forward(self, x):
         query, key, value = x.view(3, 1, 2, 4).unbind()
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum() * x
+
+
+class PlainNorm(nn.Module):
+    """A norm in ordinary operations: torch differentiates the gradients of its own wrongly."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over, self.weight, self.bias = over, nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        centred = x - x.mean(self.over, keepdim=True)
+        return centred / (centred.square().mean(self.over, keepdim=True) + 1e-5).sqrt() * self.weight + self.bias
+
+
+PLAIN = {nn.BatchNorm1d: 0, nn.LayerNorm: -1}
+
+
+def with_plain_norms(model):
+    plain = {each: PlainNorm(PLAIN[type(each)]) for each in model if type(each) in PLAIN}
+    return nn.Sequential(*(plain.get(each, each) for each in model))
 
 
 LAYERS = {
@@ -125,10 +145,28 @@ def test_gradients_within_the_loss_and_within_its_gradient(layer, loss, times, m
     model = nn.Sequential(nn.Linear(3, 4), *[layer()] * times, nn.Linear(4, 2)).double()
     x = torch.randn(6, 3, dtype=torch.float64)
     problem = Problem(model, loss, AdaHessian(model.parameters()))
-    ours, torchs = (double_backward(problem, written_out=way)(x, problem.draw, False) for way in (True, False))
+    ours = double_backward(problem)(x, problem.draw, False)
     assert any(taken)
+    plain = with_plain_norms(model).double()
+    problem = Problem(plain, loss, AdaHessian(plain.parameters()))
+    torchs = double_backward(problem, written_out=False)(x, problem.draw, False)
     torch.testing.assert_close(ours, torchs)
     assert any(each is not None and each.any() for each in torchs.diagonal)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=["layer norm", "batch norm"])
+@pytest.mark.parametrize("way", ["double_backward", "forward_over_reverse"])
+def test_gradients_of_norms_are_refused_where_they_are_torchs_own(norm, way):
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 2)).to(torch.bfloat16)
+    curvature = Curvature(model, of_slope, AdaHessian(model.parameters()), product=way)
+    with pytest.raises(CurvatureError, match=r"gradient penalty.*Remedy: .*group_norm"):
+        curvature.measure(torch.randn(6, 3, dtype=torch.bfloat16))
+
+
+def test_gradients_of_a_norm_that_is_frozen_are_not_refused():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    curvature = Curvature(model, of_slope, AdaHessian(model.parameters()))
+    assert curvature.measure(torch.randn(6, 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

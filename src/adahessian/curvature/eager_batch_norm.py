@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from adahessian.curvature.batch_norm import TORCHS_OWN, fits
+from adahessian.curvature.batch_norm import TORCHS_OWN, by_batch, fits
 from adahessian.curvature.written_out import Pass, applied, gradient_in_torchs_operations
 
 
@@ -84,7 +84,8 @@ class _BatchNorm(Function):
             by_inputs = applied(_Gradient, gradients[0], x, weight, mean, rstd, ctx.eps)
         else:
             by_inputs = gradient_in_torchs_operations(
-                lambda x, weight, bias: TORCHS_OWN(x, None, None, weight, bias, True, eps=ctx.eps),
+                # Torch's own would be wrong: see adahessian.curvature.graph.
+                lambda x, weight, bias: by_batch(x, weight, bias, ctx.eps)[0],
                 (x, weight, bias),
                 ctx.needs_input_grad[1:4],
                 gradients,

@@ -27,6 +27,7 @@ is twenty, since r P of anything is torch's own gradient of a layer norm without
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class _LayerNorm(Function):
             by_inputs = applied(_Gradient, gradients[0], x, weight, mean, rstd)[: len(needed)]
         else:
             by_inputs = gradient_in_torchs_operations(
-                lambda x, weight, bias=None: _TORCHS_OWN(x, weight.shape, weight, bias, ctx.eps),
+                partial(_in_plain_operations, eps=ctx.eps),
                 (x, weight, *bias),
                 needed,
                 gradients,
@@ -108,6 +109,13 @@ class _Gradient(Function):
         by_g = torch.addcmul(v_bias, v_weight, normed).addcmul_(weight, a)
         by_weight = a.mul_(g).sum_to_size(weight.shape)
         return by_g, by_x, by_weight, None, None
+
+
+def _in_plain_operations(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
+    # Torch's own would be wrong: see adahessian.curvature.graph.
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return scaled if bias is None else scaled + bias
 
 
 def _dot(first: Tensor, second: Tensor) -> Tensor:

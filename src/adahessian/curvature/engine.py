@@ -173,7 +173,7 @@ class Engine:
             return False, "compile=False"
         if self._compile is None:
             if device.type != "cuda":
-                return False, "on this device only if compile=True asks for it"
+                return False, "compile=True would compile it on this device, too"
             if sum(param.numel() for param in params) < WORTH_COMPILING:
                 return False, f"fewer than {WORTH_COMPILING} parameters do not repay the minute it takes"
         missing = missing_compiler(device)
@@ -208,7 +208,7 @@ class Engine:
         """By double backward. What is written out is compared with torch's own when it first takes part."""
         if not self._is_settled and communicates(self._problem.model):
             # Ranks are to run the same passes, whatever takes part on each: it is compared once and for all.
-            if (unfit := self._unfit(part)) is not None:
+            if (unfit := self._unfit(part, set())) is not None:
                 self._leave_all_to_torch(unfit)
             self._is_settled = True
         if self._is_settled:
@@ -224,7 +224,7 @@ class Engine:
         try:
             found = double_backward(problem, make_pass=lambda: watched)(part, draw, keep_buffers)
             if not watched.took_part <= self._compared:
-                unfit = self._unfit(part)
+                unfit = self._unfit(part, watched.took_part)
         except torch.OutOfMemoryError:
             put_back()
             raise
@@ -235,13 +235,20 @@ class Engine:
             # An error of the user's own comes again here.
             found = double_backward(problem, written_out=False)(part, draw, keep_buffers)
             self._leave_all_to_torch(unfit)
-        self._compared |= watched.took_part
         return found
 
-    def _unfit(self, part: Any) -> Exception | None:
+    def _unfit(self, part: Any, took_part: set[type]) -> Exception | None:
         """What is wrong with the second derivatives that are written out, beside torch's, if anything is."""
         problem = self._problem
-        expected = reference(problem, part)
+        try:
+            expected = reference(problem, part)
+        except CurvatureError:  # what torch itself gets wrong, as the gradients of norms
+            expected = None
+        if expected is not None and not expected.is_finite:
+            return None  # to be compared on another batch
+        self._compared |= took_part
+        if expected is None:
+            return None
         written_out = double_backward(problem)
         try:
             with problem.random_streams_untouched():
@@ -338,5 +345,5 @@ def _in_words(product: str) -> str:
 def first_line(error: Exception) -> str:
     """An error in one line."""
     error = getattr(error, "inner_exception", error)  # what the compiler's backend stumbled over
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+    line = next((line[:200] for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, UnfitError) else f"{type(error).__name__}: {line}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor
@@ -14,24 +15,30 @@ from adahessian.curvature.errors import CurvatureError
 # The code that every function decorated with @once_differentiable shares, and what it leaves in a gradient's graph.
 _ONCE_CODE = once_differentiable(lambda _: None).__code__
 _ONCE_MARK = "torch::autograd::Error"
+# The gradient of a norm, whose mean and deviation torch takes for constants when it is differentiated twice.
+_GRADIENT_OF_NORM = re.compile(r"(layer|batch)norm(?=backwardbackward)", re.IGNORECASE)
 
 
-def check_twice_differentiable(tensors: Iterable[Tensor]) -> None:
+def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:
     """Refuse what torch differentiates twice without complaint, and wrongly.
 
     Args:
         tensors: The loss, or gradients that carry their graph.
+        of_loss: Whether it is the loss. Gradients of norms in it, as of a gradient penalty, are refused then: nothing
+            tells them from those that a gradient's graph has in any case.
 
     Raises:
         CurvatureError: If such an operation is found; it is named, with the remedy.
     """
     known = set()
     for node in nodes(tensors):
-        kind = type(node), node.name()
-        if kind in known:
+        name = node.name()
+        kind = type(node), name
+        norm = _GRADIENT_OF_NORM.search(name) if of_loss else None
+        if kind in known and norm is None:
             continue
         known.add(kind)
-        problem = _problem(node)
+        problem = _problem(node) if norm is None else _problem_of_norm(node, norm.group(1).lower())
         if problem is not None:
             raise CurvatureError(f"no curvature: {problem}, or freeze the parameters before it.")
 
@@ -58,6 +65,15 @@ def _problem(node: Node) -> str | None:
             "parametrization that returns g * v / v.norm(...)"
         )
     return None
+
+
+def _problem_of_norm(node: Node, kind: str) -> str | None:
+    if getattr(node, "_saved_train", True) is False:  # constants indeed
+        return None
+    return (
+        f"the loss has a gradient of {kind}_norm in it, as a gradient penalty has, which torch differentiates wrongly. "
+        "Remedy: compile=False, with weights in that norm and in full precision, or group_norm or rms_norm instead"
+    )
 
 
 def nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:

@@ -317,4 +317,4 @@ def _check(loss: object) -> None:
             "the loss has no graph: loss_fn must compute it from the model's parameters, without torch.no_grad(), "
             "torch.inference_mode(), .detach() or .item(), and at least one parameter must require a gradient"
         )
-    check_twice_differentiable([loss])
+    check_twice_differentiable([loss], of_loss=True)
