@@ -68,6 +68,7 @@ def adahessian(
     update_every: int = 1,
     warmup_steps: int = 0,
     beta2_per: str = "measurement",
+    steady_start: bool = False,
     seed: int = 0,
     maximize: bool = False,
 ) -> list[np.ndarray]:
@@ -96,6 +97,10 @@ def adahessian(
                 average(diagonal[a:b], blocks(value.shape, blocks_layout, block_size), averaging)
                 for value, a, b in zip(start, ends[:-1], ends[1:], strict=True)
             ]
+            if steady_start and not measured:
+                of_each = [blocks(value.shape, blocks_layout, block_size) for value in start]
+                means = [np.mean([d[block[0]] ** 2 for block in of]) for d, of in zip(spatial, of_each, strict=True)]
+                spatial = [np.sqrt((d**2 + mean) / 2) for d, mean in zip(spatial, means, strict=True)]
             measured.append((t, np.concatenate(spatial)))
         m = sum((1 - beta1) * beta1 ** (t - i) * g for i, g in enumerate(gradients, start=1)) / (1 - beta1**t)
         # The curvatures that the Hessian momentum is a sum of: each measurement once, or once a step.

@@ -39,6 +39,8 @@ SETTINGS: list[tuple[Case, dict[str, Any]]] = [
     (MLP, {"update_every": 4, "warmup_steps": 6, "seed": -5}),
     (MLP, {"update_every": 4, "warmup_steps": 6, "beta2_per": "step", "betas": (0.8, 0.95)}),
     (MLP, {"betas": (0.0, 0.0), "eps": 0.1}),
+    (MLP, {"steady_start": True, "block_size": 3, "update_every": 4}),
+    (CONVOLUTION, {"steady_start": True, "averaging": "signed", "beta2_per": "step", "update_every": 2}),
 ]
 
 

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reference
+from adahessian import AdaHessian
 from adahessian import averaging as averaging_module
 from adahessian import update as update_module
-from adahessian.averaging import Estimate, blocks_of, estimate_all
+from adahessian.averaging import UNTOUCHED, Estimate, blocks_of, estimate_all, steadied
 from adahessian.update import update_hessian_rms, update_parameters
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
@@ -154,3 +155,29 @@ def test_a_step_in_parts_is_the_step(monkeypatch, hessian_power, capturable):
     monkeypatch.setattr(torch.Tensor, "split", watched)
     torch.testing.assert_close(stepped(), whole)
     assert set(splits) == {6, 2, 1}
+
+
+def test_a_steady_start_leaves_nothing_far_below_the_rest():
+    values = torch.tensor([0.0, 1e-6, 1.0, 3.0, UNTOUCHED], dtype=torch.float64)
+    steady = steadied(values, lambda found: found)
+    mean = 10 / 4  # of squares, over what took part
+    torch.testing.assert_close(steady[:4], ((values[:4].square() + mean) / 2).sqrt())
+    assert steady[4] == UNTOUCHED
+    assert values.tolist() == [0.0, 1e-6, 1.0, 3.0, UNTOUCHED], "what was measured is not written to"
+
+
+def test_a_steady_start_of_what_took_no_part():
+    assert steadied(torch.full((3,), UNTOUCHED), lambda found: found).tolist() == [UNTOUCHED] * 3
+    assert steadied(torch.zeros(0), lambda found: found).shape == (0,)
+
+
+def test_only_the_first_measurement_is_steadied():
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = AdaHessian([param], steady_start=True, betas=(0.9, 0.0))
+    for first in (True, False):
+        diagonal = torch.tensor([0.0, 1.0, 2.0])
+        optimizer.feed_curvature({param: diagonal})
+        param.grad = torch.ones(3)
+        optimizer.step()
+        expected = ((diagonal.square() + 5 / 3) / 2).sqrt() if first else diagonal
+        torch.testing.assert_close(optimizer.state[param]["hessian_rms"], expected)

@@ -36,6 +36,7 @@ def quadratic_step(optimizer, *params, power=2):
         ("averaging", ["mean", None]),
         ("beta2_per", ["epoch", None]),
         ("maximize", ["yes", None]),
+        ("steady_start", ["yes", 1, None]),
         ("foreach", ["yes", 1]),
         ("capturable", ["yes", 0]),
     ],

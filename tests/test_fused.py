@@ -33,6 +33,7 @@ SETTINGS = [
     {"blocks": "row", "block_size": 2, "hessian_power": 0.0},
     {"blocks": "kernel", "maximize": True, "beta2_per": "step"},
     {"betas": (0.0, 0.0), "weight_decay": 0.0},
+    {"block_size": 8, "steady_start": True},
 ]
 
 

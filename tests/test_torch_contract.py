@@ -42,6 +42,7 @@ def optimizer_inputs(device, dtype=None):
         "probes": {"num_probes": 2},
         "delay": {"update_every": 3, "warmup_steps": 2},
         "delay, beta2 per step": {"update_every": 3, "beta2_per": "step"},
+        "steady start": {"steady_start": True},
         "capturable": {"capturable": True},
     }
     return [OptimizerInput(None, {"eps": 1.0, **kwargs}, desc) for desc, kwargs in configurations.items()]

@@ -150,6 +150,20 @@ def estimate_all(
     return [found[i] for i in range(len(blocks))]
 
 
+def steadied(values: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    r"""Estimates that half count for themselves and half for their tensor's mean, :math:`(D^2 + \overline{D^2}) / 2`.
+
+    Args:
+        values: The estimates of a tensor's blocks, or of those that are on this rank.
+        total: Adds up what ranks have found that share the tensor.
+    """
+    touched = values >= 0
+    squares = values.square()
+    known = total(torch.stack([squares.where(touched, 0.0).sum(), touched.sum().to(squares.dtype)]))
+    mean = known[0] / known[1].clamp(min=1)
+    return squares.add_(mean).mul_(0.5).sqrt_().where(touched, values)
+
+
 def numbered(counts: Sequence[int]) -> Tensor:
     """Of each element the number of its part, where parts of these sizes follow each other."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts), output_size=sum(counts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian import state as states
-from adahessian.averaging import Averaging, Blocks, Estimate, Layout, estimate_all
+from adahessian.averaging import Averaging, Blocks, Estimate, Layout, estimate_all, steadied
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
@@ -21,7 +22,7 @@ from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.distributed import refuse_several_processes
 from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.settings import Beta2Per, validate
-from adahessian.sharding import agreed, local, local_part, refuse_cut_blocks
+from adahessian.sharding import agreed, local, local_part, over_ranks, refuse_cut_blocks
 from adahessian.state import Group, State
 from adahessian.stepping import Stepping
 from adahessian.update import update_hessian_rms, update_parameters
@@ -69,6 +70,10 @@ class AdaHessian(Optimizer):
         warmup_steps: First steps that all measure, whatever ``update_every`` says.
         beta2_per: Whether :math:`\beta_2` decays the Hessian momentum once a ``"measurement"`` or once a ``"step"``;
             in the latter case a measurement after n steps decays it by :math:`\beta_2^n`.
+        steady_start: Whether the first measurement counts for half, and its mean over the tensor for the other:
+            :math:`D_1^2 \leftarrow (D_1^2 + \overline{D_1^2}) / 2`, the mean being over the tensor's blocks. Single
+            probes come out near zero here and there, and the first steps, with no other measurement to lean on, are
+            far too long there. From then on it is one measurement among many.
         seed: Seed of the probes. No random generator is read or advanced.
         maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors at a time; None leaves it to the device.
@@ -116,6 +121,7 @@ class AdaHessian(Optimizer):
         update_every: int = 1,
         warmup_steps: int = 0,
         beta2_per: Beta2Per = "measurement",
+        steady_start: bool = False,
         seed: int = 0,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -135,6 +141,7 @@ class AdaHessian(Optimizer):
             "update_every": update_every,
             "warmup_steps": warmup_steps,
             "beta2_per": beta2_per,
+            "steady_start": steady_start,
             "seed": seed,
             "maximize": maximize,
             "foreach": foreach,
@@ -292,6 +299,10 @@ class AdaHessian(Optimizer):
             [measured[i][1]["averaging"] for i in plain],
         )
         measurement |= dict(zip([params[i] for i in plain], found, strict=True))
+        for param, (values, not_finite) in measurement.items():
+            group = members[param][1]
+            if group["steady_start"] and not group["measurements"]:
+                measurement[param] = Estimate(steadied(values, partial(over_ranks, param)), not_finite)
         self._measurement = agreed(measurement)
 
     def await_curvature(self, complete: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]]) -> None:

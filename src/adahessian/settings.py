@@ -35,7 +35,7 @@ def validate(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be an integer, {least} or more.")
     if not is_integer(settings["seed"]):
         raise ValueError(f"Invalid seed value: {settings['seed']!r}. It must be an integer.")
-    for name in ("maximize", "capturable"):
+    for name in ("steady_start", "maximize", "capturable"):
         if not isinstance(settings[name], bool):
             raise ValueError(f"Invalid {name} value: {settings[name]!r}. It must be True or False.")
     for name in ("foreach", "fused"):

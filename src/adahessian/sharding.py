@@ -84,6 +84,15 @@ def agreed(measurement: dict[Tensor, Estimate]) -> dict[Tensor, Estimate]:
     }
 
 
+def over_ranks(param: Tensor, found: Tensor) -> Tensor:
+    """The sum of what ranks have found about a parameter that is spread over them; copies of it count alike."""
+    if is_sharded(param):
+        sharded: Any = param
+        for dim in range(sharded.device_mesh.ndim):
+            dist.all_reduce(found, group=sharded.device_mesh.get_group(dim))
+    return found
+
+
 def refuse_cut_blocks(param: Tensor) -> None:
     """Refuse parameters that are spread along another dimension than the first.
 

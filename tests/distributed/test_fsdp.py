@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from adahessian import AdaHessian, Curvature, CurvatureError, GaussNewton, diagnose, param_groups
 
-SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "update_every": 2}
+# A steady start asks all shards for their part of a mean.
+SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "update_every": 2, "steady_start": True}
 
 
 class Net(nn.Module):

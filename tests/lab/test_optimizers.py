@@ -40,6 +40,7 @@ def test_settings_of_the_curvature_arrive():
         update_every=5,
         measured_epochs=1.5,
         beta2_per="step",
+        steady_start=True,
     )
     group = make("adahessian", nn.Linear(2, 2), settings).param_groups[0]
     expected = {
@@ -50,6 +51,7 @@ def test_settings_of_the_curvature_arrive():
         "update_every": 5,
         "warmup_steps": 15,
         "beta2_per": "step",
+        "steady_start": True,
         "seed": 3,
     }
     assert {name: group[name] for name in expected} == expected

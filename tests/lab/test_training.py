@@ -172,6 +172,23 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     assert "cannot be read: it is no checkpoint, or only a part of one. Restore it" in said
 
 
+def test_a_run_from_before_there_was_a_setting_goes_on(tmp_path):
+    arguments = ["digits", *SHORT, "--output", str(tmp_path), "--name", "mine"]
+    main(["train", *arguments, "--stop-after-epochs", "1"])
+    path = next(tmp_path.rglob("checkpoint.pt"))
+    content = load_checkpoint(path)
+    del content["identity"]["--steady-start"]
+    del content["optimizer"]["param_groups"][0]["steady_start"]
+    save_checkpoint(path, content)
+    assert "differs in --steady-start" in refused(*arguments, "--steady-start", "--resume")
+    main(["train", *arguments, "--resume"])
+    (file,) = tmp_path.rglob("*_seed-*.json")
+    result = json.loads(file.read_text())
+    del result["settings"]["steady_start"]
+    file.write_text(json.dumps(result))
+    main(["train", *arguments, "--resume"])  # passes over it
+
+
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):
     arguments = ["digits", *SHORT, "--output", str(tmp_path)]
     main(["train", *arguments, "--stop-after-epochs", "1"])

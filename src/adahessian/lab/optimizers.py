@@ -62,6 +62,7 @@ def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int
         "update_every": settings.update_every,
         "warmup_steps": round(settings.measured_epochs * steps_per_epoch),
         "beta2_per": settings.beta2_per,
+        "steady_start": settings.steady_start,
         "seed": seed,
     }
     if sparse:

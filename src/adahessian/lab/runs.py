@@ -58,7 +58,10 @@ def identity(
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """In what two identities differ, in words; empty if in nothing."""
-    return ", ".join(sorted(key for key in {*one, *other} if one.get(key) != other.get(key)))
+    # A file that was written before there was a setting does not name it: it was what it is now by default.
+    before = {f"--{field.name.replace('_', '-')}": field.default for field in fields(Settings)}
+    keys = {*one, *other}
+    return ", ".join(sorted(key for key in keys if one.get(key, before.get(key)) != other.get(key, before.get(key))))
 
 
 @dataclass(frozen=True, kw_only=True)

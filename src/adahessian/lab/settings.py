@@ -56,6 +56,7 @@ OF_ADAHESSIAN = (
     "measured_epochs",
     "batch_fraction",
     "beta2_per",
+    "steady_start",
     "tangents",
 )
 
@@ -138,6 +139,9 @@ class Settings:
 
     beta2_per: Literal["measurement", "step"] = "measurement"
     """AdaHessian: what the second beta counts."""
+
+    steady_start: bool = False
+    """AdaHessian: average the first measurement with its mean over each tensor."""
 
     tangents: Literal["float32", "bfloat16"] = "float32"
     """AdaHessian: precision of the matrix products that only feed the Hessian-vector product, when compiled."""

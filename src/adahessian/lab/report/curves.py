@@ -42,7 +42,7 @@ _TRAIN_LOSS = Metric(name="train_loss", title="training loss", higher_is_better=
 # With more choices than this, the lines of single seeds are left out: nobody could follow them.
 _MOST_WITH_SEEDS = 8
 
-_TITLE_WIDTH = 70
+_TITLE_WIDTH = 62
 
 # Share of the epochs whose values decide no axis: the way to the first sensible network hides all that follows.
 _FIRST = 0.1

@@ -20,6 +20,7 @@ _WORDS = {
     "num_probes": "{} probes",
     "averaging": "{} averaging",
     "lr_warmup_steps": "lr warm-up of {} steps",
+    "steady_start": "steady start",
     "decay_epochs": "decay after epochs {}",
 }
 # Read as one phrase, these stand first and in this order.
