@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,34 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp
 
 from adahessian import AdaHessian, Curvature
-from adahessian.curvature.written_out import Pass
 
 Batch = tuple[Tensor, Tensor]
-
-
-class AtGradient(Pass):
-    """A pass that asks for no gradient but its own: of whatever is called in it that is the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_at_gradient = True
-
-    def remember(self, ctx: Any) -> None:
-        super().remember(ctx)
-        ctx.is_within_gradient = False
-
-
-def watched_applications(monkeypatch: Any, function: Any) -> list[Any]:
-    """What an autograd function, by its module's ``applied``, has been applied to."""
-    seen = []
-
-    def watched(applied: Any, *args: Any) -> Any:
-        if applied is function:
-            seen.append(args)
-        return applied.apply(*args)
-
-    monkeypatch.setattr(f"{function.__module__}.applied", watched)
-    return seen
 
 
 @dataclass

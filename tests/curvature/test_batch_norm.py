@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from second_derivatives import AtGradient, watched_applications
 from torch import nn
 from torch.func import grad, jvp
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,6 @@ from adahessian.curvature import batch_norm as module
 from adahessian.curvature import eager_batch_norm
 from adahessian.curvature.batch_norm import by_batch
 from adahessian.curvature.replaced import Replaced, replaced_by_name
-from cases import AtGradient, watched_applications
 
 written_out_batch_norm = partial(eager_batch_norm.batch_norm, AtGradient())
 

@@ -1,11 +1,19 @@
 """Attention written out: the same values and derivatives as torch's own."""
 
 from functools import partial
-from itertools import combinations, product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from second_derivatives import (
+    NEEDED_AND_ALONG,
+    AtGradient,
+    assert_found_alike,
+    found_by,
+    squares,
+    twice,
+    watched_applications,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -14,11 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from adahessian import AdaHessian, Curvature
 from adahessian.curvature import eager_attention
 from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient, watched_applications
 
 ours = partial(eager_attention.attention, AtGradient())
 torchs = F.scaled_dot_product_attention
-NEEDED = [each for each in product([True, False], repeat=3) if any(each)]
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +36,6 @@ def kernel_with_a_second_derivative():
 @pytest.fixture
 def applications(monkeypatch):
     return watched_applications(monkeypatch, eager_attention._Attention)
-
-
-def twice(function, inputs, needed=(True, True, True), along=(0, 1, 2)):
-    """The value, the gradients, and the gradients of these, along some of them."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [each.clone().requires_grad_(is_needed) for each, is_needed in zip(inputs, needed, strict=True)]
-    y = function(*inputs)
-    g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype).requires_grad_()
-    wanted = [each for each in inputs if each.requires_grad]
-    gradients = torch.autograd.grad(y, wanted, g, create_graph=True)
-    directions = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(y.dtype) for each in gradients]
-    second = torch.autograd.grad(
-        [gradients[i] for i in along],
-        [g, *wanted],
-        [directions[i] for i in along],
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return y, gradients, second
 
 
 def drawn(*shape):
@@ -97,11 +84,7 @@ def test_sizes_of_all_kinds(heads, sizes, applications):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("needed", "along"),
-    [(needed, along) for needed in NEEDED for count in (1, 2) for along in combinations(range(sum(needed)), count)],
-    ids=str,
-)
+@pytest.mark.parametrize(("needed", "along"), NEEDED_AND_ALONG, ids=str)
 def test_what_is_not_asked_for_is_left_out(needed, along):
     found, expected = (twice(way, some(2, 3), needed, along) for way in (ours, torchs))
     torch.testing.assert_close(found, expected)
@@ -182,23 +165,10 @@ class Checkpointed(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
-def found_by(model, *, written_out):
-    x = torch.randn(5, 6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    problem = Problem(model, squares, AdaHessian(model.parameters(), num_probes=2))
-    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
-
-
 @pytest.mark.parametrize("make", [Model, Module, WrittenTo, Hooked, Taught, Checkpointed])
 def test_a_pass_finds_the_same(make, applications):
     model = make().double()
-    torchs = found_by(model, written_out=False)
-    assert not applications
-    torch.testing.assert_close(found_by(model, written_out=True), torchs)
-    assert applications
+    assert_found_alike(model, 5, 6, 3, applications=applications)
 
 
 def test_it_is_in_full_precision_where_the_loss_is():
@@ -226,7 +196,7 @@ def test_the_engine_compares_it_though_no_module_tells(said, monkeypatch):
 
 def test_everything_is_as_it_was_afterwards():
     before = F.scaled_dot_product_attention
-    found_by(Model().double(), written_out=True)
+    found_by(Model().double(), 5, 6, 3, written_out=True)
     assert F.scaled_dot_product_attention is before
 
 

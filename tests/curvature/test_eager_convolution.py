@@ -1,19 +1,18 @@
 """Convolutions written out: the same values and derivatives as torch's own."""
 
 from functools import partial
-from itertools import combinations, product
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from second_derivatives import NEEDED_AND_ALONG, AtGradient, assert_found_alike, found_by, twice, watched_applications
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adahessian import AdaHessian
 from adahessian.curvature import eager_convolution
 from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient, watched_applications
 
 ours = {dims: partial(eager_convolution.convolution(dims), AtGradient()) for dims in (1, 2, 3)}
 torchs = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -31,24 +30,6 @@ GEOMETRIES = {
 @pytest.fixture
 def applications(monkeypatch):
     return watched_applications(monkeypatch, eager_convolution._Convolution)
-
-
-def twice(function, inputs, needed, along):
-    """The value, the gradients, and the gradients of these, along some of them."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [each.clone().requires_grad_(is_needed) for each, is_needed in zip(inputs, needed, strict=True)]
-    y = function(*inputs)
-    g = torch.randn(y.shape, generator=generator, dtype=y.dtype).requires_grad_()
-    wanted = [each for each in inputs if each.requires_grad]
-    gradients = torch.autograd.grad(y, wanted, g, create_graph=True)
-    directions = [torch.randn(each.shape, generator=generator, dtype=y.dtype) for each in gradients]
-    second = torch.autograd.grad(
-        [gradients[i] for i in along],
-        [g, *wanted],
-        [directions[i] for i in along],
-        allow_unused=True,
-    )
-    return y, gradients, second
 
 
 def some(dims, *, groups=1, bias=True):
@@ -69,16 +50,9 @@ def test_values_and_both_derivatives_are_those_of_torch(dims, bias, geometry):
     torch.testing.assert_close(found, expected)
 
 
-NEEDED = [each for each in product([True, False], repeat=3) if any(each)]
-
-
-@pytest.mark.parametrize(
-    ("needed", "along"),
-    [(needed, along) for needed in NEEDED for count in (1, 2) for along in combinations(range(sum(needed)), count)],
-    ids=str,
-)
+@pytest.mark.parametrize(("needed", "along"), NEEDED_AND_ALONG, ids=str)
 def test_what_is_not_asked_for_is_left_out(needed, along):
-    found, expected = (twice(way[2], some(2), needed, along) for way in (ours, torchs))
+    found, expected = (twice(way[2], some(2), needed, along, with_zeros=False) for way in (ours, torchs))
     torch.testing.assert_close(found, expected)
 
 
@@ -97,29 +71,16 @@ class Checkpointed(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
-def found_by(model, *, written_out):
-    x = torch.randn(5, 2, 7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    problem = Problem(model, squares, AdaHessian(model.parameters(), num_probes=2))
-    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
-
-
 @pytest.mark.parametrize("make", [Model, Checkpointed])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["usual", "channels last"])
 def test_a_pass_finds_the_same(make, layout, applications):
     model = make().double().to(memory_format=layout)
-    torchs = found_by(model, written_out=False)
-    assert not applications
-    torch.testing.assert_close(found_by(model, written_out=True), torchs)
-    assert applications
+    assert_found_alike(model, 5, 2, 7, 7, applications=applications)
 
 
 def test_everything_is_as_it_was_afterwards():
     before = F.conv1d, F.conv2d, F.conv3d
-    found_by(Model().double(), written_out=True)
+    found_by(Model().double(), 5, 2, 7, 7, written_out=True)
     assert (F.conv1d, F.conv2d, F.conv3d) == before
 
 

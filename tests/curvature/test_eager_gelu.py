@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from second_derivatives import AtGradient, assert_found_alike, found_by, squares, watched_applications
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adahessian import AdaHessian, Curvature
 from adahessian.curvature import eager_gelu
-from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient, watched_applications
 
 gelu = partial(eager_gelu.gelu, AtGradient())
 ours, torchs = partial(gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")
@@ -67,31 +66,18 @@ class Checkpointed(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
-def found_by(model, *, written_out):
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    problem = Problem(model, squares, AdaHessian(model.parameters()))
-    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
-
-
 @pytest.mark.parametrize("make", [Model, Checkpointed])
 @pytest.mark.parametrize(
     "activation", [nn.GELU("tanh"), lambda x: F.gelu(x, approximate="tanh")], ids=["module", "called by name"]
 )
 def test_a_pass_finds_the_same_whoever_calls_it(make, activation, applications):
     model = make(activation).double()
-    torchs = found_by(model, written_out=False)
-    assert not applications
-    torch.testing.assert_close(found_by(model, written_out=True), torchs)
-    assert applications
+    assert_found_alike(model, 5, 3, applications=applications)
 
 
 def test_the_output_may_be_written_to():
     model = nn.Sequential(nn.Linear(3, 8), nn.GELU("tanh"), nn.ReLU(inplace=True), nn.Linear(8, 1)).double()
-    torch.testing.assert_close(*(found_by(model, written_out=way) for way in (True, False)))
+    torch.testing.assert_close(*(found_by(model, 5, 3, written_out=way) for way in (True, False)))
 
 
 class Kept(Model):

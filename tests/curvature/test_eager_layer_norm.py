@@ -1,46 +1,37 @@
 """Layer norm written out: the same values and derivatives as torch's own."""
 
 from functools import partial
-from itertools import combinations, product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from second_derivatives import (
+    NEEDED_AND_ALONG,
+    AtGradient,
+    assert_found_alike,
+    found_by,
+    squares,
+    twice,
+    watched_applications,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adahessian import AdaHessian
 from adahessian.curvature import eager_layer_norm
 from adahessian.curvature.ways import Problem, double_backward
-from cases import AtGradient, watched_applications
 
 ours = partial(eager_layer_norm.layer_norm, AtGradient())
-NEEDED = [each for each in product([True, False], repeat=3) if any(each)]
+
+
+def over_features(way, **how):
+    """A norm over the last dimension, as a function of tensors alone."""
+    return lambda x, *affine: way(x, x.shape[-1:], *affine, **how)
 
 
 @pytest.fixture
 def applications(monkeypatch):
     return watched_applications(monkeypatch, eager_layer_norm._LayerNorm)
-
-
-def twice(function, inputs, needed, along):
-    """The value, the gradients, and the gradients of these, along some of them."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [each.clone().requires_grad_(is_needed) for each, is_needed in zip(inputs, needed, strict=True)]
-    y = function(inputs[0], inputs[0].shape[-1:], *inputs[1:])
-    g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype).requires_grad_()
-    wanted = [each for each in inputs if each.requires_grad]
-    gradients = torch.autograd.grad(y, wanted, g, create_graph=True)
-    directions = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(y.dtype) for each in gradients]
-    followed = [i for i in along if gradients[i].requires_grad]
-    second = torch.autograd.grad(
-        [gradients[i] for i in followed],
-        [g, *wanted],
-        [directions[i] for i in followed],
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return y, gradients, second
 
 
 def some(*shape, bias=True):
@@ -55,26 +46,23 @@ def some(*shape, bias=True):
 def test_values_and_both_derivatives_are_those_of_torch(shape, bias, eps):
     inputs = some(*shape, bias=bias)
     found, expected = (
-        twice(partial(way, eps=eps), inputs, [True] * len(inputs), range(len(inputs))) for way in (ours, F.layer_norm)
+        twice(over_features(way, eps=eps), inputs, [True] * len(inputs), range(len(inputs)))
+        for way in (ours, F.layer_norm)
     )
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("needed", "along"),
-    [(needed, along) for needed in NEEDED for count in (1, 2) for along in combinations(range(sum(needed)), count)],
-    ids=str,
-)
+@pytest.mark.parametrize(("needed", "along"), NEEDED_AND_ALONG, ids=str)
 def test_what_is_not_asked_for_is_left_out(needed, along):
-    found, expected = (twice(way, some(5, 7), needed, along) for way in (ours, F.layer_norm))
+    found, expected = (twice(over_features(way), some(5, 7), needed, along) for way in (ours, F.layer_norm))
     torch.testing.assert_close(found, expected)
 
 
 def test_it_keeps_its_digits_in_single_precision():
     inputs = some(64, 256)
     inputs[0] = inputs[0] + 30  # whose mean is not near zero
-    exact = twice(F.layer_norm, inputs, [True] * 3, range(3))[2]
-    found = twice(ours, [each.float() for each in inputs], [True] * 3, range(3))[2]
+    exact = twice(over_features(F.layer_norm), inputs)[2]
+    found = twice(over_features(ours), [each.float() for each in inputs])[2]
     for of_ours, of_exact in zip(found, exact, strict=True):
         assert (of_ours.double() - of_exact).norm() <= 1e-5 * of_exact.norm()
 
@@ -100,23 +88,10 @@ class Checkpointed(Model):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def squares(model, x):
-    return model(x).square().mean()
-
-
-def found_by(model, *, written_out):
-    x = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    problem = Problem(model, squares, AdaHessian(model.parameters(), num_probes=2))
-    return double_backward(problem, written_out=written_out)(x, problem.draw, False)
-
-
 @pytest.mark.parametrize("make", [Model, Mixing, Checkpointed])
 def test_a_pass_finds_the_same(make, applications):
     model = make().double()
-    torchs = found_by(model, written_out=False)
-    assert not applications
-    torch.testing.assert_close(found_by(model, written_out=True), torchs)
-    assert applications
+    assert_found_alike(model, 5, 2, 3, applications=applications)
 
 
 def test_it_is_in_full_precision_where_the_loss_is():
@@ -133,7 +108,7 @@ def test_it_is_in_full_precision_where_the_loss_is():
 
 def test_everything_is_as_it_was_afterwards():
     before = F.layer_norm
-    found_by(Model().double(), written_out=True)
+    found_by(Model().double(), 5, 2, 3, written_out=True)
     assert F.layer_norm is before
 
 

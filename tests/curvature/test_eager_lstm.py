@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from second_derivatives import AtGradient
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +16,6 @@ from adahessian.curvature.backends import twice_differentiable
 from adahessian.curvature.replaced import replaced_by_name
 from adahessian.curvature.ways import Problem, double_backward
 from adahessian.curvature.written_out import Pass
-from cases import AtGradient
 
 WRITTEN_OUT = [(torch._VF, "lstm", partial(eager_lstm.lstm, AtGradient()))]
 STEPS, BATCH, INPUTS, HIDDEN = 5, 2, 3, 4

@@ -70,6 +70,7 @@ class Engine:
         self._double_backward = double_backward(problem)
         self._compared: set[type] = set()
         self._is_settled = False
+        self._asks_ranks = False
         self._choice: Choice | None = None
         self._chosen_for: list[Tensor] = []
 
@@ -202,11 +203,12 @@ class Engine:
         if self._tangent_dtype is not None:
             say_once("tangent_dtype has no effect, as the pass is not compiled")
         self._double_backward, self._compared, self._is_settled = double_backward(self._problem), set(), False
+        self._asks_ranks = communicates(self._problem.model)
         return Choice(f"double backward, not compiled: {why_not or why_eager}", self._by_double_backward)
 
     def _by_double_backward(self, part: Any, draw: Draw, keep_buffers: bool) -> Found:
         """By double backward. What is written out is compared with torch's own when it first takes part."""
-        if not self._is_settled and communicates(self._problem.model):
+        if not self._is_settled and self._asks_ranks:
             # Ranks are to run the same passes, whatever takes part on each: it is compared once and for all.
             if (unfit := self._unfit(part, set())) is not None:
                 self._leave_all_to_torch(unfit)
@@ -270,14 +272,9 @@ class Engine:
         self._double_backward = double_backward(self._problem, written_out=False)
         self._is_settled = True
 
-    def _differs_from_call_to_call(self, part: Any, expected: Reference | None) -> bool:
+    def _differs_from_call_to_call(self, part: Any, expected: Reference) -> bool:
         again = reference(self._problem, part)
-        if expected is None or again is None:
-            return False
-        try:
-            return errors(again.diagonal, expected.diagonal)[0] > _STEADY
-        except UnfitError:  # nothing of it is finite
-            return False
+        return again is not None and errors(again.diagonal, expected.diagonal)[0] > _STEADY
 
     def _why_not_functional(self) -> str | None:
         """Why the loss cannot be taken for a function of the optimizer's parameters, if it cannot."""
