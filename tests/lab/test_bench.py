@@ -20,6 +20,7 @@ from adahessian.lab.bench import cells, contenders, peers, tables, timing, updat
 from adahessian.lab.bench.command import PARTS, Bench
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import CONTENDERS, REFERENCE, Contender
+from adahessian.lab.bench.kernels import profile_whole_steps
 from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.timing import Candidate, Stopwatch
 from adahessian.lab.bench.training import plain
@@ -277,7 +278,7 @@ def test_settings_become_options(monkeypatch, tmp_path):
     monkeypatch.setattr(Bench, "run", lambda self: ran.append(self))
     command.main(["bench", "--parts", "update", "steps", "--modes", "eager", "compiled", "--channels-last"])
     assert ran == [Bench(parts=("update", "steps"), modes=("eager", "compiled"), channels_last=True)]
-    assert PARTS == ("steps", "overhead", "growth", "update")
+    assert PARTS == ("steps", "overhead", "growth", "update", "kernels")
 
 
 # Times ---------------------------------------------------------------------------------------------------------------
@@ -362,6 +363,57 @@ def test_captured_steps_are_the_plain_ones(contender, monkeypatch):
             training.step()
         changes.append(torch.cat([param.detach().flatten() for param in task.parameters]) - before)
     torch.testing.assert_close(changes[1], changes[0], rtol=1e-2, atol=1e-4)
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny, tmp_path_factory):
+    output = tmp_path_factory.mktemp("kernels") / "bench.json"
+    return bench(output=output, parts=("kernels",), workloads=("gpt",), optimizers=("AdamW", "AdaHessian"))
+
+
+def test_kernels_of_a_step_are_counted_and_the_longest_named(profiled):
+    names = ["SGD", *(name for name in WHOLE_STEPS if name.startswith(("AdamW", "AdaHessian")))]
+    cells = profiled[1]["cells"]
+    assert list(cells) == [f"kernels/gpt/eager/{name}" for name in names]
+    for found in cells.values():
+        times = [kernel["milliseconds"] for kernel in found["longest"]]
+        assert times == sorted(times, reverse=True)
+        assert 0 < sum(times) <= found["milliseconds"]
+    sgd, _, exact, quarter = (cell["launches"] for cell in cells.values())
+    assert 2 * sgd < exact  # the products, beside the gradient
+    assert sgd < quarter < sgd + (exact - sgd) / 2  # of ten steps, one measures
+
+
+def test_matrix_products_are_counted_for_one_step(profiled):
+    # Two blocks of four linear layers each and the output: one product forward, two backward.
+    sgd = next(iter(profiled[1]["cells"].values()))
+    products = sum(each["launches"] for each in sgd["longest"] if each["name"] in ("aten::mm", "aten::addmm"))
+    assert products == 3 * (2 * 4 + 1)
+
+
+def test_the_table_of_kernels_names_the_longest(profiled):
+    printed, results = profiled
+    shown = printed[printed.index("Kernels of a step") :]
+    for found in results["cells"].values():
+        assert f"gpt, eager, {found['optimizer']}" in shown
+        assert found["longest"][0]["name"][:40] in shown
+
+
+def test_kernels_are_profiled_only_when_they_are_asked_for(results):
+    assert not any(found["part"] == "kernels" for found in results["cells"].values())
+
+
+def test_a_profile_that_fails_says_why():
+    def broken(task, mode):
+        raise RuntimeError("it broke")
+
+    entrants = [Contender(schedules={"broken": 1}, start=broken), CONTENDERS[0]]
+    found = dict(profile_whole_steps(TINY["gpt"], "eager", entrants, conditions=CONDITIONS))
+    assert found["broken"] == {"unavailable": "RuntimeError: it broke"}
+    assert found["Adam"]["launches"] > 0
 
 
 # Cells without numbers -----------------------------------------------------------------------------------------------

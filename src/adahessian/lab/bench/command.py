@@ -18,6 +18,7 @@ from adahessian.lab.bench import growth, update
 from adahessian.lab.bench.cells import Cell
 from adahessian.lab.bench.conditions import Conditions, DeviceName
 from adahessian.lab.bench.contenders import ADAM_NAME, CONTENDERS, REFERENCE, SGD_NAME, Contender, named
+from adahessian.lab.bench.kernels import profile_whole_steps
 from adahessian.lab.bench.peers import installed_peers
 from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.tables import NAMES_IN_OVERHEAD, PAPER_OVERHEAD, tables
@@ -27,7 +28,7 @@ from adahessian.lab.bench.whole_step import measure_whole_steps
 from adahessian.lab.bench.workloads import WORKLOAD_NAMES, WorkloadName
 from adahessian.lab.provenance import provenance
 
-Part = Literal["steps", "overhead", "growth", "update"]
+Part = Literal["steps", "overhead", "growth", "update", "kernels"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -40,8 +41,9 @@ class Bench:
     """What a training step costs with AdaHessian, SGD, Adam, AdamW and the peers that are installed."""
 
     # The help keeps the breaks of these lines: they stand between sentences.
-    parts: tuple[Part, ...] = PARTS
-    """The whole step, the paper's overhead table, how the cost grows, and the update alone."""
+    parts: tuple[Part, ...] = PARTS[:-1]
+    """The whole step, the paper's overhead table, how the cost grows, and the update alone.
+    Kernels, those that take the time of the whole step, are for those who ask: everything is compiled again."""
 
     workloads: tuple[WorkloadName, ...] = WORKLOAD_NAMES
     """What to train.
@@ -150,7 +152,9 @@ class Bench:
     def _names(self, peers: list[Contender]) -> list[str]:
         """All optimizers of the parts, workloads and modes, whichever are asked for."""
         names = [
-            name for workload, mode in self._whole_steps() for name in self._names_of_whole_steps(workload, mode, peers)
+            name
+            for workload, mode in self._whole_steps()
+            for name in self._names_of_whole_steps(self.parts, workload, mode, peers)
         ]
         if "growth" in self.parts:
             names += growth.NAMES
@@ -161,29 +165,37 @@ class Bench:
     def _whole_steps(self) -> Iterator[tuple[WorkloadName, Mode]]:
         return product(self.workloads, self.modes or (MODES if self.device == "cuda" else MODES[:1]))
 
-    def _names_of_whole_steps(self, workload: WorkloadName, mode: Mode, peers: list[Contender]) -> list[str]:
+    def _names_of_whole_steps(
+        self, parts: tuple[Part, ...], workload: WorkloadName, mode: Mode, peers: list[Contender]
+    ) -> list[str]:
         able = [contender for contender in (REFERENCE, *CONTENDERS, *peers) if mode in contender.modes]
         in_paper = (SGD_NAME, ADAM_NAME, *NAMES_IN_OVERHEAD) if workload in PAPER_OVERHEAD else ()
         return [
             name
             for contender in able
             for name in contender.schedules
-            if ("steps" in self.parts and name not in NAMES_IN_OVERHEAD[1:])
-            or ("overhead" in self.parts and name in in_paper)
+            if (("steps" in parts or "kernels" in parts) and name not in NAMES_IN_OVERHEAD[1:])
+            or ("overhead" in parts and name in in_paper)
         ]
+
+    def _chosen_for_whole_steps(
+        self, parts: tuple[Part, ...], peers: list[Contender]
+    ) -> Iterator[tuple[WorkloadName, Mode, list[Contender]]]:
+        for workload, mode in self._whole_steps():
+            if names := self._asked_for(self._names_of_whole_steps(parts, workload, mode, peers)):
+                yield workload, mode, named((*CONTENDERS, *peers), names)
 
     def _asked_for(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if not self.optimizers or name.startswith(self.optimizers)]
 
     def _cells(self, conditions: Conditions, peers: list[Contender]) -> Iterator[Cell]:
         stopwatch = Stopwatch(device=torch.device(self.device), rounds=self.rounds, min_seconds=self.min_seconds)
-        for workload, mode in self._whole_steps():
-            if names := self._asked_for(self._names_of_whole_steps(workload, mode, peers)):
-                contenders = named((*CONTENDERS, *peers), names)
-                for name, cell in measure_whole_steps(
-                    conditions.workloads[workload], mode, contenders, conditions=conditions, stopwatch=stopwatch
-                ):
-                    yield _placed("steps", workload, mode, name, cell)
+        timed: tuple[Part, ...] = tuple(part for part in self.parts if part != "kernels")
+        for workload, mode, contenders in self._chosen_for_whole_steps(timed, peers):
+            for name, cell in measure_whole_steps(
+                conditions.workloads[workload], mode, contenders, conditions=conditions, stopwatch=stopwatch
+            ):
+                yield _placed("steps", workload, mode, name, cell)
         if "growth" in self.parts and (names := self._asked_for(growth.NAMES)):
             for workload, mode in product(self.workloads[:1], self.modes or MODES[:1]):
                 for size, name, cell in growth.measure_growth(
@@ -194,6 +206,12 @@ class Bench:
             for parameters, shapes in update.SHAPES.items():
                 for name, cell in update.measure_update(shapes(), names, seed=self.seed, stopwatch=stopwatch):
                     yield _placed("update", parameters, "eager", name, cell)
+        if "kernels" in self.parts:
+            for workload, mode, contenders in self._chosen_for_whole_steps(("kernels",), peers):
+                for name, cell in profile_whole_steps(
+                    conditions.workloads[workload], mode, contenders, conditions=conditions
+                ):
+                    yield _placed("kernels", workload, mode, name, cell)
 
 
 def _refusal(reason: str) -> SystemExit:

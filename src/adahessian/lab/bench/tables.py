@@ -19,6 +19,8 @@ PAPER_OVERHEAD = {
     "resnet20": {"time_to_sgd": (2.42, 1.71, 1.47, 1.36, 1.28), "time_to_adam": (2.27, 1.64, 1.42, 1.32, 1.25)},
     "resnet32": {"time_to_sgd": (3.23, 2.12, 1.74, 1.56, 1.45), "time_to_adam": (2.91, 1.96, 1.64, 1.48, 1.38)},
 }
+_KERNELS_SHOWN = 5
+_NAME_SHOWN = 56
 NAMES_IN_OVERHEAD = tuple(map(measuring_every, INTERVALS))
 
 
@@ -49,6 +51,7 @@ def tables(cells: Mapping[str, Cell]) -> Iterator[Group]:
     overhead = [_beside_paper(cell) for cell in steps if _in_paper(cell)]
     growth = [cell for cell in cells.values() if cell["part"] == "growth"]
     update = [cell for cell in cells.values() if cell["part"] == "update"]
+    kernels = [cell for cell in cells.values() if cell["part"] == "kernels"]
     if steps:
         yield _table(
             "The whole training step",
@@ -84,6 +87,14 @@ def tables(cells: Mapping[str, Cell]) -> Iterator[Group]:
             ),
             section=("workload",),
         )
+    if kernels:
+        yield _table(
+            "Kernels of a step, one after the other, and the longest of them",
+            [row for cell in kernels for row in _longest(cell)],
+            (_Column("ms", "milliseconds", decimals=3), _Column("launches", "launches", decimals=0)),
+            section=("workload", "mode", "of"),
+            of_rows="kernel",
+        )
 
 
 def _in_paper(cell: Cell) -> bool:
@@ -96,8 +107,19 @@ def _beside_paper(cell: Cell) -> Cell:
     return cell | {"paper_to_sgd": of_workload["time_to_sgd"][row], "paper_to_adam": of_workload["time_to_adam"][row]}
 
 
+def _longest(cell: Cell) -> Iterator[Cell]:
+    """A row for all kernels of a step, and one for each of the longest."""
+    yield cell | {"of": cell["optimizer"], "optimizer": "all"}
+    for kernel in cell.get("longest", ())[:_KERNELS_SHOWN]:
+        yield cell | kernel | {"of": cell["optimizer"], "optimizer": kernel["name"][:_NAME_SHOWN]}
+
+
 def _table(
-    title: str, cells: list[Cell], columns: Iterable[_Column], section: tuple[str, ...] = ("workload", "mode")
+    title: str,
+    cells: list[Cell],
+    columns: Iterable[_Column],
+    section: tuple[str, ...] = ("workload", "mode"),
+    of_rows: str = "optimizer",
 ) -> Group:
     """A row for each cell, a section for each place, and below them the reasons for what is missing.
 
@@ -106,11 +128,12 @@ def _table(
         cells: What to show.
         columns: The numbers to show, as far as any cell has them.
         section: What the cells of a section have in common; it stands above them.
+        of_rows: What the names of rows are names of.
     """
     columns = [column for column in columns if any(cell.get(column.number) is not None for cell in cells)]
     meanings = "; ".join(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_edge=False)
-    table.add_column("optimizer")
+    table.add_column(of_rows)
     for column in columns:
         # Where a terminal is too narrow, names give way, between words.
         table.add_column(column.heading, justify="right", no_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from statistics import median
 
 import torch
@@ -33,14 +33,17 @@ def measure_whole_steps(
     with it. What fails becomes a cell that says why.
     """
     steps = _WholeSteps(workload, mode, conditions, stopwatch)
-    with nullcontext() if mode == "eager" else _room_for_compiled_code():
+    with room_for_compiled_code(mode):
         for contender in (REFERENCE, *contenders):
             yield from steps.measure(contender)
 
 
 @contextmanager
-def _room_for_compiled_code() -> Iterator[None]:
+def room_for_compiled_code(mode: Mode) -> Iterator[None]:
     """Let one function be compiled for many contenders, and forget all that was compiled when they are through."""
+    if mode == "eager":
+        yield
+        return
     with torch._dynamo.config.patch(recompile_limit=_MOST_COMPILED_VERSIONS):
         yield
     torch.compiler.reset()
@@ -75,7 +78,7 @@ class _WholeSteps:
             self._reference = training
         for name, every in contender.schedules.items():
             try:
-                _let_measure_every(training, every)
+                let_measure_every(training, every)
                 self._stopwatch.seconds(Candidate(training.step), _WARMUP_PERIODS * every)
                 compile_seconds = time.perf_counter() - started
                 cell = self._numbers(task, training, every, before) | {"compile_seconds": compile_seconds}
@@ -128,7 +131,8 @@ def _reduced_bytes(training: Training, parameters: int) -> float | None:
     return mean.nbytes / parameters
 
 
-def _let_measure_every(training: Training, steps: int) -> None:
+def let_measure_every(training: Training, steps: int) -> None:
+    """Set the steps from one measurement to the next, for an optimizer that measures."""
     if isinstance(training.optimizer, adahessian.AdaHessian):
         for group in training.optimizer.param_groups:
             group["update_every"] = steps

@@ -1,0 +1,74 @@
+"""Which kernels take the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from adahessian.lab.bench.cells import Cell, unavailable
+from adahessian.lab.bench.conditions import Conditions
+from adahessian.lab.bench.contenders import REFERENCE, Contender
+from adahessian.lab.bench.training import Mode, Step
+from adahessian.lab.bench.whole_step import let_measure_every, room_for_compiled_code
+from adahessian.lab.bench.workloads import Workload, make_task
+
+# In the first steps libraries choose their algorithms, and graphs are captured.
+_WARMUP_PERIODS = 2
+_LONGEST = 12
+_LONGEST_NAME = 100
+
+
+def profile_whole_steps(
+    workload: Workload, mode: Mode, contenders: Iterable[Contender], *, conditions: Conditions
+) -> Iterator[tuple[str, Cell]]:
+    """The name and the cell of SGD and of each contender: its kernels, how many and how long, and the longest by name.
+
+    On a CPU these are operations of torch. A profiler slows what comes after it, too: this is for the end of a run.
+    """
+    device = torch.device(conditions.device)
+    with room_for_compiled_code(mode):
+        for contender in (REFERENCE, *contenders):
+            try:
+                task = make_task(workload, device=device, channels_last=conditions.channels_last, seed=conditions.seed)
+                training = contender.start(task, mode)
+            except Exception as error:
+                cell = unavailable(error)
+                yield from ((name, cell) for name in contender.schedules)
+                continue
+            for name, every in contender.schedules.items():
+                try:
+                    let_measure_every(training, every)
+                    for _ in range(_WARMUP_PERIODS * every):
+                        training.step()
+                    cell = _kernels(training.step, every, device)
+                except Exception as error:
+                    cell = unavailable(error)
+                yield name, cell
+
+
+def _kernels(step: Step, steps: int, device: torch.device) -> Cell:
+    """Kernels of so many steps, counted for one. Those that run side by side count one after the other."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kernels = [
+        {
+            "name": event.key[:_LONGEST_NAME],
+            "launches": event.count / steps,
+            "milliseconds": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps,
+        }
+        for event in recorded.key_averages()
+        # A GPU's annotations, such as the whole step of an optimizer, span kernels and are none.
+        if not on_gpu or (event.device_type.name == "CUDA" and not event.is_user_annotation)
+    ]
+    kernels.sort(key=lambda kernel: -kernel["milliseconds"])
+    return {
+        "milliseconds": sum(kernel["milliseconds"] for kernel in kernels),
+        "launches": sum(kernel["launches"] for kernel in kernels),
+        "longest": kernels[:_LONGEST],
+    }
