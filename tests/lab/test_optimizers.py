@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +59,22 @@ def test_settings_of_the_curvature_arrive():
     assert {name: group[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_biases_and_norms_decay_unless_told_not_to(name):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    matrices = {model[0].weight, model[3].weight}
+    everything = set(model.parameters())
+
+    def decaying(settings):
+        groups = make(name, model, settings).param_groups
+        assert {param for group in groups for param in group["params"]} == everything
+        assert {group["weight_decay"] for group in groups} <= {0.0, 0.01}
+        return {param for group in groups if group["weight_decay"] for param in group["params"]}
+
+    assert decaying(SETTINGS) == everything
+    assert decaying(replace(SETTINGS, decay_bias_and_norm=False)) == matrices
+
+
 def test_sparse_embeddings():
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     plain = Settings(epochs=1, batch_size=1, lr=0.5)
@@ -70,3 +88,5 @@ def test_sparse_embeddings():
     for name, settings in (("adamw", plain), ("sgd", SETTINGS)):
         with pytest.raises(UnsuitableOptimizerError, match="choose adahessian"):
             make(name, model, settings)
+    with pytest.raises(UnsuitableOptimizerError, match="--no-decay-bias-and-norm"):
+        make("adahessian", model, replace(plain, decay_bias_and_norm=False))

@@ -30,9 +30,15 @@ def make_optimizer(
         steps_per_epoch: Steps an epoch, which the epochs that measure at every step are counted in.
 
     Raises:
-        UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train.
+        UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train with these
+            settings.
     """
     sparse = has_sparse_embeddings(model)
+    if sparse and not settings.decay_bias_and_norm:
+        raise UnsuitableOptimizerError(
+            "the embeddings of this model have sparse gradients, and its parameters are not told apart by what they "
+            "are: leave out --no-decay-bias-and-norm"
+        )
     if name == "adahessian":
         return _adahessian(model, settings, sparse=sparse, seed=seed, steps_per_epoch=steps_per_epoch)
     plain_sgd = name == "sgd" and not settings.momentum and not settings.weight_decay
@@ -67,7 +73,16 @@ def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int
     }
     if sparse:
         return adahessian.DenseAndSparse(model, sparse_lr=getattr(settings, "embedding_lr", None), **chosen)
-    return adahessian.AdaHessian(adahessian.param_groups(model), **chosen)
+    groups = adahessian.param_groups(model, decay_bias_and_norm=settings.decay_bias_and_norm)
+    return adahessian.AdaHessian(groups, **chosen)
+
+
+def _decaying(model: nn.Module, settings: Settings) -> Any:
+    """The parameters of a model for torch's own optimizers."""
+    if settings.decay_bias_and_norm:
+        return model.parameters()
+    groups = adahessian.param_groups(model, decay_bias_and_norm=False)
+    return [{name: value for name, value in group.items() if name != "blocks"} for group in groups]
 
 
 def _fused(model: nn.Module) -> bool:
@@ -76,17 +91,17 @@ def _fused(model: nn.Module) -> bool:
 
 _FIRST_ORDER: dict[OptimizerName, Callable[[nn.Module, Settings], Optimizer]] = {
     "sgd": lambda model, s: SGD(
-        model.parameters(), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=_fused(model) or None
+        _decaying(model, s), s.lr, momentum=s.momentum, weight_decay=s.weight_decay, fused=_fused(model) or None
     ),
     "adam": lambda model, s: Adam(
-        model.parameters(), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
+        _decaying(model, s), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
     ),
     "adamw": lambda model, s: AdamW(
-        model.parameters(), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
+        _decaying(model, s), s.lr, s.betas, s.eps, s.weight_decay, fused=_fused(model) or None
     ),
-    "adagrad": lambda model, s: Adagrad(model.parameters(), s.lr, weight_decay=s.weight_decay, eps=s.eps),
+    "adagrad": lambda model, s: Adagrad(_decaying(model, s), s.lr, weight_decay=s.weight_decay, eps=s.eps),
     "rmsprop": lambda model, s: RMSprop(
-        model.parameters(), s.lr, s.betas[1], s.eps, s.weight_decay, momentum=s.momentum
+        _decaying(model, s), s.lr, s.betas[1], s.eps, s.weight_decay, momentum=s.momentum
     ),
 }
 

@@ -94,6 +94,9 @@ class Settings:
     weight_decay: float = 0.0
     """As the optimizer takes it: decoupled for AdaHessian and AdamW, in the gradient for the others."""
 
+    decay_bias_and_norm: bool = True
+    """Whether biases and the parameters of normalisation layers decay as well."""
+
     momentum: float = 0.0
     """Momentum of SGD."""
 

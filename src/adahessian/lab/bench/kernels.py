@@ -51,7 +51,9 @@ def profile_whole_steps(
 def _kernels(step: Step, steps: int, device: torch.device) -> Cell:
     """Kernels of so many steps, counted for one. Those that run side by side count one after the other."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    # Without acc_events older versions of torch warn of cycles, of which there is one here.
+    with profile(activities=[activity], acc_events=True) as recorded:
         for _ in range(steps):
             step()
         if on_gpu:

@@ -21,6 +21,7 @@ _WORDS = {
     "averaging": "{} averaging",
     "lr_warmup_steps": "lr warm-up of {} steps",
     "steady_start": "steady start",
+    "decay_bias_and_norm": "norms and biases do not decay",
     "decay_epochs": "decay after epochs {}",
 }
 # Read as one phrase, these stand first and in this order.
