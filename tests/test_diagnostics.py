@@ -81,6 +81,18 @@ def test_blocks_at_the_floor_and_blocks_unmeasured():
     assert found["hessian_rms/weight"] == pytest.approx(diagonal[:3].square().mean().sqrt().item())
 
 
+def test_channels_of_batch_norms_whose_variance_is_below_eps():
+    curvature, _ = stepped(BATCH_NORM)
+    (norm,) = (module for module in curvature.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    (name,) = (name for name, module in curvature.model.named_modules() if module is norm)
+    assert diagnose(curvature)[f"norm_at_eps/{name}"] == 0
+    norm.running_var[0] = norm.eps / 2
+    assert diagnose(curvature)[f"norm_at_eps/{name}"] == pytest.approx(1 / len(norm.running_var))
+    assert not any(key.startswith("norm_at_eps") for key in diagnose(curvature.optimizer))  # no model, no norms
+    without = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    assert not any(key.startswith("norm_at_eps") for key in diagnose(AdaHessian(without.parameters()), without))
+
+
 def test_before_the_first_step_there_is_less_to_tell():
     model = MLP.model()
     found = diagnose(AdaHessian(param_groups(model)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from adahessian import state as states
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
@@ -32,6 +33,10 @@ def diagnose(
     - ``at_eps``, the share of blocks whose :math:`\bar D^k` is below :math:`\epsilon`, so that :math:`\epsilon` decides
       their step rather than the curvature;
     - ``unmeasured``, the share of blocks that take no step because no measurement has touched them yet.
+
+    For each batch norm of the model, ``norm_at_eps``: the share of channels whose running variance is below the eps
+    that the norm adds to it. Weight decay can bring them there; the signal is then small beside the eps. See
+    ``decay_bias_and_norm`` of :func:`adahessian.param_groups`.
 
     And in all: ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement),
     ``dropped_measurements`` and, of a curvature pass, ``curvature_seconds``.
@@ -69,12 +74,14 @@ def diagnose(
 
     members = list(_named_parameters(optimizer, model))
     quantities = [_quantities(param, group, optimizer.state.get(param, {})) for _, param, group in members]
-    numbers = iter(_read([tensor for each in quantities for tensor in each.values()]))
+    norms = {} if model is None else norms_at_eps(model)
+    numbers = iter(_read([*(tensor for each in quantities for tensor in each.values()), *norms.values()]))
     of_params = [{what: next(numbers) for what in each} for each in quantities]
 
     report: dict[str, float] = {}
     for (name, _, group), values in zip(members, of_params, strict=True):
         report |= {f"{what}/{name}": number for what, number in _per_parameter(values, group).items()}
+    report |= {f"norm_at_eps/{name}": next(numbers) for name in norms}
     for count in ("steps", "measurements", "staleness"):
         report[count] = float(max((group[count] for group in optimizer.param_groups), default=0))
     report["dropped_measurements"] = sum(values.get("dropped", 0.0) for values in of_params)
@@ -83,11 +90,19 @@ def diagnose(
     return report
 
 
+def norms_at_eps(model: nn.Module) -> dict[str, Tensor]:
+    """For each batch norm with running statistics the share of channels whose variance is below its eps."""
+    return {
+        _plain_name(name): module.running_var.lt(module.eps).float().mean()
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.running_var is not None
+    }
+
+
 def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterator[tuple[str, Tensor, Group]]:
     """Each parameter that has elements, by the model's name for it, that of its group, or its numbers."""
-    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
     named = [] if model is None else model.named_parameters()
-    of_model = {param: name.replace("_orig_mod.", "") for name, param in named}
+    of_model = {param: _plain_name(name) for name, param in named}
     members = [
         (param, group, group.get("param_names", [f"group{i}.{j}" for j in range(len(group["params"]))])[j])
         for i, group in enumerate(optimizer.param_groups)
@@ -98,6 +113,11 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
     for param, group, own_name in members:
         if param.numel():
             yield of_model.get(param, own_name), param, group
+
+
+def _plain_name(name: str) -> str:
+    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
+    return name.replace("_orig_mod.", "")
 
 
 @torch.no_grad()
