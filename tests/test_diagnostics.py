@@ -50,6 +50,17 @@ def test_the_update_is_the_one_that_was_taken(case, settings):
         assert found[f"unmeasured/{name}"] == 0
 
 
+def test_what_weight_decay_moves_beside_the_step():
+    curvature, before = stepped(MLP, dtype=torch.float64, lr=0.1, weight_decay=0.5)
+    found = diagnose(curvature)
+    plain = diagnose(stepped(MLP, dtype=torch.float64, lr=0.1)[0])
+    for name, param in curvature.model.named_parameters():
+        moved = (param.detach() - (1 - 0.1 * 0.5) * before[name]).norm().item()
+        decayed = 0.1 * 0.5 * param.norm().item()
+        assert found[f"decay_ratio/{name}"] == pytest.approx(decayed / moved, rel=1e-3)
+        assert f"decay_ratio/{name}" not in plain
+
+
 def test_the_counts():
     curvature, _ = stepped(steps=5, update_every=3)
     found = diagnose(curvature)
@@ -79,18 +90,6 @@ def test_blocks_at_the_floor_and_blocks_unmeasured():
     assert found["at_eps/weight"] == pytest.approx(3 / 8)
     assert found["unmeasured/weight"] == pytest.approx(2 / 8)
     assert found["hessian_rms/weight"] == pytest.approx(diagonal[:3].square().mean().sqrt().item())
-
-
-def test_channels_of_batch_norms_whose_variance_is_below_eps():
-    curvature, _ = stepped(BATCH_NORM)
-    (norm,) = (module for module in curvature.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-    (name,) = (name for name, module in curvature.model.named_modules() if module is norm)
-    assert diagnose(curvature)[f"norm_at_eps/{name}"] == 0
-    norm.running_var[0] = norm.eps / 2
-    assert diagnose(curvature)[f"norm_at_eps/{name}"] == pytest.approx(1 / len(norm.running_var))
-    assert not any(key.startswith("norm_at_eps") for key in diagnose(curvature.optimizer))  # no model, no norms
-    without = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    assert not any(key.startswith("norm_at_eps") for key in diagnose(AdaHessian(without.parameters()), without))
 
 
 def test_before_the_first_step_there_is_less_to_tell():

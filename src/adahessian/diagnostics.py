@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from adahessian import state as states
 from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
@@ -30,13 +29,12 @@ def diagnose(
     - ``hessian_rms``, the root mean square of :math:`\bar D` over the blocks that have been measured;
     - ``update_norm``, the norm of the newest step, :math:`\eta \, \hat m / (\bar D^k + \epsilon)`, weight decay apart,
       and ``update_ratio``, the same divided by ``param_norm``;
+    - ``decay_ratio``, where weights decay: :math:`\eta \lambda` times ``param_norm``, which is what weight decay
+      :math:`\lambda` moves, divided by ``update_norm``. Where the curvature is large, steps are small and decay is not:
+      a training loss that stops falling early may be held up by it;
     - ``at_eps``, the share of blocks whose :math:`\bar D^k` is below :math:`\epsilon`, so that :math:`\epsilon` decides
       their step rather than the curvature;
     - ``unmeasured``, the share of blocks that take no step because no measurement has touched them yet.
-
-    For each batch norm of the model, ``norm_at_eps``: the share of channels whose running variance is below the eps
-    that the norm adds to it. Weight decay can bring them there; the signal is then small beside the eps. See
-    ``decay_bias_and_norm`` of :func:`adahessian.param_groups`.
 
     And in all: ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement),
     ``dropped_measurements`` and, of a curvature pass, ``curvature_seconds``.
@@ -74,14 +72,12 @@ def diagnose(
 
     members = list(_named_parameters(optimizer, model))
     quantities = [_quantities(param, group, optimizer.state.get(param, {})) for _, param, group in members]
-    norms = {} if model is None else norms_at_eps(model)
-    numbers = iter(_read([*(tensor for each in quantities for tensor in each.values()), *norms.values()]))
+    numbers = iter(_read([tensor for each in quantities for tensor in each.values()]))
     of_params = [{what: next(numbers) for what in each} for each in quantities]
 
     report: dict[str, float] = {}
     for (name, _, group), values in zip(members, of_params, strict=True):
         report |= {f"{what}/{name}": number for what, number in _per_parameter(values, group).items()}
-    report |= {f"norm_at_eps/{name}": next(numbers) for name in norms}
     for count in ("steps", "measurements", "staleness"):
         report[count] = float(max((group[count] for group in optimizer.param_groups), default=0))
     report["dropped_measurements"] = sum(values.get("dropped", 0.0) for values in of_params)
@@ -90,19 +86,11 @@ def diagnose(
     return report
 
 
-def norms_at_eps(model: nn.Module) -> dict[str, Tensor]:
-    """For each batch norm with running statistics the share of channels whose variance is below its eps."""
-    return {
-        _plain_name(name): module.running_var.lt(module.eps).float().mean()
-        for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.running_var is not None
-    }
-
-
 def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterator[tuple[str, Tensor, Group]]:
     """Each parameter that has elements, by the model's name for it, that of its group, or its numbers."""
+    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
     named = [] if model is None else model.named_parameters()
-    of_model = {param: _plain_name(name) for name, param in named}
+    of_model = {param: name.replace("_orig_mod.", "") for name, param in named}
     members = [
         (param, group, group.get("param_names", [f"group{i}.{j}" for j in range(len(group["params"]))])[j])
         for i, group in enumerate(optimizer.param_groups)
@@ -113,11 +101,6 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
     for param, group, own_name in members:
         if param.numel():
             yield of_model.get(param, own_name), param, group
-
-
-def _plain_name(name: str) -> str:
-    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
-    return name.replace("_orig_mod.", "")
 
 
 @torch.no_grad()
@@ -156,6 +139,8 @@ def _per_parameter(values: dict[str, float], group: Group) -> dict[str, float]:
         report["update_norm"] = lr * values["direction"] / (1 - group["betas"][0] ** values["step"])
         if values["param_norm"]:
             report["update_ratio"] = report["update_norm"] / values["param_norm"]
+        if group["weight_decay"] and report["update_norm"]:
+            report["decay_ratio"] = lr * group["weight_decay"] * values["param_norm"] / report["update_norm"]
     return report
 
 

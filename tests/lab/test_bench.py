@@ -411,7 +411,7 @@ def test_a_profile_that_fails_says_why():
         raise RuntimeError("it broke")
 
     entrants = [Contender(schedules={"broken": 1}, start=broken), CONTENDERS[0]]
-    found = dict(profile_whole_steps(TINY["gpt"], "eager", entrants, conditions=CONDITIONS))
+    found = dict(profile_whole_steps(TINY["gpt"], "eager", entrants, conditions=CONDITIONS, rounds=1))
     assert found["broken"] == {"unavailable": "RuntimeError: it broke"}
     assert found["Adam"]["launches"] > 0
 
@@ -513,17 +513,17 @@ def test_ratios_follow_when_a_base_is_measured_later(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "differing"),
     [
-        about(commit="def"),
-        about(hardware={"cores": 64}),
-        about(versions={"torch": "3.0"}),
-        about(device="cuda"),
+        (about(commit="def"), "commit"),
+        (about(hardware={"cores": 64}), "hardware"),
+        (about(commit="def", versions={"torch": "3.0"}), "commit, versions"),
+        (about(device="cuda"), "device"),
     ],
 )
-def test_cells_from_elsewhere_are_given_up_only_if_asked(other, tmp_path):
+def test_cells_from_elsewhere_are_given_up_only_if_asked(other, differing, tmp_path):
     Results(tmp_path / "a.json", **about()).add(cell("SGD"))
-    with pytest.raises(UnusableFileError, match="--overwrite"):
+    with pytest.raises(UnusableFileError, match=rf"differs in {differing}, .*--overwrite"):
         Results(tmp_path / "a.json", **other)
     results = Results(tmp_path / "a.json", **other, overwrite=True)
     results.add(cell("Adam"))
@@ -532,6 +532,8 @@ def test_cells_from_elsewhere_are_given_up_only_if_asked(other, tmp_path):
 
 def test_cells_of_unknown_code_are_not_kept(tmp_path):
     Results(tmp_path / "a.json", **about(commit=None)).add(cell("SGD"))
+    with pytest.raises(UnusableFileError, match="differs in commit, which is unknown now"):
+        Results(tmp_path / "a.json", **about(commit=None))
     assert Results(tmp_path / "a.json", **about(commit=None), overwrite=True).cells == {}
 
 

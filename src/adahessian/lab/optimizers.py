@@ -36,8 +36,8 @@ def make_optimizer(
     sparse = has_sparse_embeddings(model)
     if sparse and not settings.decay_bias_and_norm:
         raise UnsuitableOptimizerError(
-            "the embeddings of this model have sparse gradients, and its parameters are not told apart by what they "
-            "are: leave out --no-decay-bias-and-norm"
+            "with sparse embeddings weight decay is the same for all other parameters: leave out "
+            "--no-decay-bias-and-norm"
         )
     if name == "adahessian":
         return _adahessian(model, settings, sparse=sparse, seed=seed, steps_per_epoch=steps_per_epoch)

@@ -14,7 +14,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from adahessian.diagnostics import norms_at_eps
 from adahessian.lab.checkpoints import (
     CheckpointError,
     load_checkpoint,
@@ -262,8 +261,6 @@ class _Run:
             "lr": self._lr(),
             "seconds": self.seconds,
         }
-        if norms := norms_at_eps(self.bare_model):
-            record["norms_at_eps"] = torch.stack(list(norms.values())).mean().item()
         self.diverged = not math.isfinite(record["train_loss"])
         if not self.diverged:
             self.bare_model.eval()

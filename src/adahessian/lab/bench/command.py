@@ -209,7 +209,7 @@ class Bench:
         if "kernels" in self.parts:
             for workload, mode, contenders in self._chosen_for_whole_steps(("kernels",), peers):
                 for name, cell in profile_whole_steps(
-                    conditions.workloads[workload], mode, contenders, conditions=conditions
+                    conditions.workloads[workload], mode, contenders, conditions=conditions, rounds=self.rounds
                 ):
                     yield _placed("kernels", workload, mode, name, cell)
 

@@ -51,13 +51,14 @@ class Results:
         _demand_writable(path)
         if path.exists():
             earlier = _earlier_results(path)
-            if _comparable(earlier, self._about):
+            differing = _differing(earlier, self._about)
+            if not differing:
                 self._cells = earlier["cells"]
                 self._about["commands"] = [*earlier["commands"], provenance["command"]]
             elif not overwrite:
                 raise UnusableFileError(
-                    f"{path} comes from other code, hardware, versions or conditions, and cells of both would not "
-                    "compare: name another file, or give up what it holds with --overwrite"
+                    f"{path} differs in {', '.join(differing)}, and cells of both would not compare: name another "
+                    "file, or give up what it holds with --overwrite"
                 )
 
     @property
@@ -112,11 +113,11 @@ def _earlier_results(path: Path) -> dict[str, Any]:
     return earlier
 
 
-def _comparable(earlier: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether two runs had the same code, on the same hardware, with the same versions, under the same conditions."""
+def _differing(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What two runs differ in that must be the same if their cells are to be compared."""
     before, after = earlier["provenance"], now["provenance"]
-    return (
-        after["commit"] is not None
-        and all(before[name] == after[name] for name in ("commit", "hardware", "versions"))
-        and bool(earlier["conditions"] == now["conditions"])
-    )
+    names = [name for name in ("commit", "hardware", "versions") if before[name] != after[name]]
+    if after["commit"] is None:
+        names.append("commit, which is unknown now")
+    conditions = earlier["conditions"].keys() | now["conditions"].keys()
+    return names + sorted(name for name in conditions if earlier["conditions"].get(name) != now["conditions"].get(name))

@@ -89,7 +89,7 @@ def tables(cells: Mapping[str, Cell]) -> Iterator[Group]:
         )
     if kernels:
         yield _table(
-            "Kernels of a step, one after the other, and the longest of them",
+            "Kernels of a step (on a CPU: operations), one after the other, and the longest",
             [row for cell in kernels for row in _longest(cell)],
             (_Column("ms", "milliseconds", decimals=3), _Column("launches", "launches", decimals=0)),
             section=("workload", "mode", "of"),
