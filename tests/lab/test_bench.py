@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from types import ModuleType
 from typing import ClassVar
@@ -20,7 +21,7 @@ from adahessian.lab.bench import cells, contenders, peers, tables, timing, updat
 from adahessian.lab.bench.command import PARTS, Bench
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import CONTENDERS, REFERENCE, Contender
-from adahessian.lab.bench.kernels import profile_whole_steps
+from adahessian.lab.bench.kernels import kernels_of, profile_whole_steps
 from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.timing import Candidate, Stopwatch
 from adahessian.lab.bench.training import plain
@@ -402,8 +403,35 @@ def test_the_table_of_kernels_names_the_longest(profiled):
         assert found["longest"][0]["name"][:40] in shown
 
 
-def test_kernels_are_profiled_only_when_they_are_asked_for(results):
-    assert not any(found["part"] == "kernels" for found in results["cells"].values())
+def test_times_of_kernels_are_those_of_one_step():
+    seconds = []
+    matrix = torch.rand(300, 300)
+
+    def step():
+        started = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - started)
+
+    found = kernels_of(step, 8, CPU)
+    assert found["launches"] == pytest.approx(sum(kernel["launches"] for kernel in found["longest"]))
+    assert 0 < found["milliseconds"] <= 1e3 * sum(seconds) / 8
+    assert {kernel["name"]: kernel["launches"] for kernel in found["longest"]}["aten::mm"] == 1
+
+
+def test_a_profile_of_nothing_is_none():
+    with pytest.raises(RuntimeError, match="recorded nothing"):
+        kernels_of(lambda: None, 1, CPU)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no kernels without a GPU")
+@pytest.mark.parametrize("mode", ["eager", "captured"])
+def test_kernels_of_a_gpu(mode):
+    on_gpu = Conditions(device="cuda", channels_last=False, seed=0)
+    found = dict(profile_whole_steps(TINY["gpt"], mode, CONTENDERS[1:2], conditions=on_gpu, rounds=1))
+    assert list(found) == ["SGD", "AdamW"]
+    for cell in found.values():
+        assert cell["milliseconds"] > 0
+        assert not any(kernel["name"].startswith(("aten::", "Optimizer.")) for kernel in cell["longest"])
 
 
 def test_a_profile_that_fails_says_why():

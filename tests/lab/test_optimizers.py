@@ -88,5 +88,6 @@ def test_sparse_embeddings():
     for name, settings in (("adamw", plain), ("sgd", SETTINGS)):
         with pytest.raises(UnsuitableOptimizerError, match="choose adahessian"):
             make(name, model, settings)
-    with pytest.raises(UnsuitableOptimizerError, match="--no-decay-bias-and-norm"):
-        make("adahessian", model, replace(plain, decay_bias_and_norm=False))
+    dense = make("adahessian", model, replace(SETTINGS, decay_bias_and_norm=False)).dense
+    decays = {param: group["weight_decay"] for group in dense.param_groups for param in group["params"]}
+    assert decays == {model[1].weight: 0.01, model[1].bias: 0.0}

@@ -30,15 +30,9 @@ def make_optimizer(
         steps_per_epoch: Steps an epoch, which the epochs that measure at every step are counted in.
 
     Raises:
-        UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train with these
-            settings.
+        UnsuitableOptimizerError: If the model has sparse embeddings, which this optimizer cannot train.
     """
     sparse = has_sparse_embeddings(model)
-    if sparse and not settings.decay_bias_and_norm:
-        raise UnsuitableOptimizerError(
-            "with sparse embeddings weight decay is the same for all other parameters: leave out "
-            "--no-decay-bias-and-norm"
-        )
     if name == "adahessian":
         return _adahessian(model, settings, sparse=sparse, seed=seed, steps_per_epoch=steps_per_epoch)
     plain_sgd = name == "sgd" and not settings.momentum and not settings.weight_decay
@@ -71,10 +65,11 @@ def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int
         "steady_start": settings.steady_start,
         "seed": seed,
     }
+    all_decay = settings.decay_bias_and_norm
     if sparse:
-        return adahessian.DenseAndSparse(model, sparse_lr=getattr(settings, "embedding_lr", None), **chosen)
-    groups = adahessian.param_groups(model, decay_bias_and_norm=settings.decay_bias_and_norm)
-    return adahessian.AdaHessian(groups, **chosen)
+        sparse_lr = getattr(settings, "embedding_lr", None)
+        return adahessian.DenseAndSparse(model, sparse_lr=sparse_lr, decay_bias_and_norm=all_decay, **chosen)
+    return adahessian.AdaHessian(adahessian.param_groups(model, decay_bias_and_norm=all_decay), **chosen)
 
 
 def _decaying(model: nn.Module, settings: Settings) -> Any:

@@ -30,6 +30,7 @@ from adahessian.lab.provenance import provenance
 
 Part = Literal["steps", "overhead", "growth", "update", "kernels"]
 PARTS: tuple[Part, ...] = get_args(Part)
+_UNLESS_NAMED: tuple[Part, ...] = tuple(part for part in PARTS if part != "kernels")
 
 
 def _default_device() -> DeviceName:
@@ -41,7 +42,7 @@ class Bench:
     """What a training step costs with AdaHessian, SGD, Adam, AdamW and the peers that are installed."""
 
     # The help keeps the breaks of these lines: they stand between sentences.
-    parts: tuple[Part, ...] = PARTS[:-1]
+    parts: tuple[Part, ...] = _UNLESS_NAMED
     """The whole step, the paper's overhead table, how the cost grows, and the update alone.
     Kernels, those that take the time of the whole step, are for those who ask: everything is compiled again."""
 
@@ -227,4 +228,6 @@ def _line(cell: Cell) -> str:
     if "unavailable" in cell:
         return f"{place}: not available: {cell['unavailable']}"
     beside = f", {cell['time_to_sgd']:.2f} x SGD" if cell.get("time_to_sgd") is not None else ""
+    if "launches" in cell:
+        beside = f" in {cell['launches']:.0f} kernels"
     return f"{place}: {cell['milliseconds']:.3f} ms{beside}"

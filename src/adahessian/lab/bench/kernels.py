@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -10,14 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 from adahessian.lab.bench.cells import Cell, unavailable
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import REFERENCE, Contender
-from adahessian.lab.bench.training import Mode, Step
+from adahessian.lab.bench.training import Mode
 from adahessian.lab.bench.whole_step import let_measure_every, room_for_compiled_code
 from adahessian.lab.bench.workloads import Workload, make_task
 
 # In the first steps libraries choose their algorithms, and graphs are captured.
 _WARMUP_PERIODS = 2
 _LONGEST = 12
-_LONGEST_NAME = 100
+_LONGEST_NAME = 300
 
 
 def profile_whole_steps(
@@ -34,32 +34,39 @@ def profile_whole_steps(
         conditions: What all cells have in common.
         rounds: How often each is profiled. The round of median length counts.
     """
-    device = torch.device(conditions.device)
     with room_for_compiled_code(mode):
         for contender in (REFERENCE, *contenders):
-            try:
-                task = make_task(workload, device=device, channels_last=conditions.channels_last, seed=conditions.seed)
-                training = contender.start(task, mode)
-            except Exception as error:
-                cell = unavailable(error)
-                yield from ((name, cell) for name in contender.schedules)
-                continue
-            for name, every in contender.schedules.items():
-                try:
-                    let_measure_every(training, every)
-                    for _ in range(_WARMUP_PERIODS * every):
-                        training.step()
-                    found = [_kernels(training.step, every, device) for _ in range(rounds)]
-                    cell = sorted(found, key=lambda each: each["milliseconds"])[rounds // 2]
-                except Exception as error:
-                    cell = unavailable(error)
-                yield name, cell
+            # By a generator of its own, which lets go of each before the next begins.
+            yield from _profiled(workload, mode, contender, conditions, rounds)
 
 
-def _kernels(step: Step, steps: int, device: torch.device) -> Cell:
+def _profiled(
+    workload: Workload, mode: Mode, contender: Contender, conditions: Conditions, rounds: int
+) -> Iterator[tuple[str, Cell]]:
+    device = torch.device(conditions.device)
+    try:
+        task = make_task(workload, device=device, channels_last=conditions.channels_last, seed=conditions.seed)
+        training = contender.start(task, mode)
+    except Exception as error:
+        cell = unavailable(error)
+        yield from ((name, cell) for name in contender.schedules)
+        return
+    for name, every in contender.schedules.items():
+        try:
+            let_measure_every(training, every)
+            for _ in range(_WARMUP_PERIODS * every):
+                training.step()
+            found = [kernels_of(training.step, every, device) for _ in range(rounds)]
+            cell = sorted(found, key=lambda each: each["milliseconds"])[rounds // 2]
+        except Exception as error:
+            cell = unavailable(error)
+        yield name, cell
+
+
+def kernels_of(step: Callable[[], object], steps: int, device: torch.device) -> Cell:
     """Kernels of so many steps, counted for one. Those that run side by side count one after the other."""
     on_gpu = device.type == "cuda"
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    activity, where = (ProfilerActivity.CUDA, "CUDA") if on_gpu else (ProfilerActivity.CPU, "CPU")
     # Without acc_events older versions of torch warn of cycles, of which there is one here.
     with profile(activities=[activity], acc_events=True) as recorded:
         for _ in range(steps):
@@ -73,9 +80,11 @@ def _kernels(step: Step, steps: int, device: torch.device) -> Cell:
             "milliseconds": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps,
         }
         for event in recorded.key_averages()
-        # A GPU's annotations, such as the whole step of an optimizer, span kernels and are none.
-        if not on_gpu or (event.device_type.name == "CUDA" and not event.is_user_annotation)
+        # Annotations, such as the whole step of an optimizer, span others.
+        if not event.is_user_annotation and event.device_type.name == where
     ]
+    if not kernels:
+        raise RuntimeError("the profiler has recorded nothing: is it allowed to, on this machine?")
     kernels.sort(key=lambda kernel: -kernel["milliseconds"])
     return {
         "milliseconds": sum(kernel["milliseconds"] for kernel in kernels),

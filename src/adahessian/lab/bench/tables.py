@@ -111,7 +111,8 @@ def _longest(cell: Cell) -> Iterator[Cell]:
     """A row for all kernels of a step, and one for each of the longest."""
     yield cell | {"of": cell["optimizer"], "optimizer": "all"}
     for kernel in cell.get("longest", ())[:_KERNELS_SHOWN]:
-        yield cell | kernel | {"of": cell["optimizer"], "optimizer": kernel["name"][:_NAME_SHOWN]}
+        name = kernel["name"].removeprefix("void ").replace("at::native::", "")
+        yield cell | kernel | {"of": cell["optimizer"], "optimizer": name[:_NAME_SHOWN]}
 
 
 def _table(
