@@ -34,10 +34,11 @@ def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = Fal
     for node in nodes(tensors):
         name = node.name()
         kind = type(node), name
-        norm = _GRADIENT_OF_NORM.search(name) if of_loss else None
-        if kind in known and norm is None:
+        if kind in known:
             continue
-        known.add(kind)
+        norm = _GRADIENT_OF_NORM.search(name) if of_loss else None
+        if norm is None:  # of norms each is looked at: it depends on more than the kind
+            known.add(kind)
         problem = _problem(node) if norm is None else _problem_of_norm(node, norm.group(1).lower())
         if problem is not None:
             raise CurvatureError(f"no curvature: {problem}, or freeze the parameters before it.")
