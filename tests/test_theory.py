@@ -1,4 +1,4 @@
-"""The appendix of the paper as tests.
+"""The appendix of the paper, and what docs/algorithm.md says of weight decay, as tests.
 
 For alpha I <= H <= beta I, one step of size alpha^k / beta along H^-k g, D^-k g or block-averaged D^-k g lowers f by at
 least alpha^k / (2 beta^(1+k)) |g|^2.
@@ -141,3 +141,39 @@ def test_degenerate_settings_are_adamw():
         optimizer.step()
         adamw.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_decay_is_a_penalty_in_the_metric_of_the_curvature():
+    curvature = torch.tensor([0.1, 1.0, 100.0], dtype=torch.float64)
+    target = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = AdaHessian([w], 0.1, eps=1e-12, weight_decay=0.5)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (curvature * (w - target).square() / 2).sum().backward(create_graph=True)
+        optimizer.step()
+    # The minimum of the loss plus 0.5 / 2 sum D w^2, whatever D: an L2 penalty would leave the last one at its target.
+    torch.testing.assert_close(w.detach(), target / 1.5)
+
+
+def test_steps_of_weights_before_a_norm_grow_with_the_weights():
+    inputs = torch.randn(16, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def relative_step(scale, make_optimizer):
+        weight = (scale * start).requires_grad_()
+        before = weight.detach().clone()
+        optimizer = make_optimizer(weight)
+        normed = torch.nn.functional.batch_norm(inputs @ weight.T, None, None, training=True, eps=1e-14)
+        (normed**3).mean().backward(create_graph=True)
+        optimizer.step()
+        return (weight.detach() - before) / scale
+
+    def ours(weight):
+        return AdaHessian([weight], 0.1, eps=1e-14)
+
+    def sgd(weight):
+        return torch.optim.SGD([weight], 0.1)
+
+    torch.testing.assert_close(relative_step(0.01, ours), relative_step(1.0, ours), rtol=1e-5, atol=0)
+    torch.testing.assert_close(relative_step(0.01, sgd), 1e4 * relative_step(1.0, sgd), rtol=1e-5, atol=0)
