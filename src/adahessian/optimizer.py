@@ -299,10 +299,11 @@ class AdaHessian(Optimizer):
             [measured[i][1]["averaging"] for i in plain],
         )
         measurement |= dict(zip([params[i] for i in plain], found, strict=True))
-        for param, (values, not_finite) in measurement.items():
-            group = members[param][1]
+        for group in self.param_groups:
             if group["steady_start"] and not group["measurements"]:
-                measurement[param] = Estimate(steadied(values, partial(over_ranks, param)), not_finite)
+                for param in filter(measurement.__contains__, group["params"]):
+                    values, not_finite = measurement[param]
+                    measurement[param] = Estimate(steadied(values, partial(over_ranks, param)), not_finite)
         self._measurement = agreed(measurement)
 
     def await_curvature(self, complete: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]]) -> None:
