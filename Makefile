@@ -5,7 +5,8 @@ INSTALLED := $(VENV)/.installed
 
 # The files with tests that need a GPU; elsewhere these are skipped, or run on the CPU alone.
 CUDA_TESTS := $(addprefix tests/,test_modes.py test_fused.py test_devices.py test_stacks_on_devices.py test_notebook.py \
-	curvature/test_engine.py curvature/test_gauss_newton.py curvature/test_stopwatch.py lab/test_bench.py)
+	curvature/test_engine.py curvature/test_gauss_newton.py curvature/test_stopwatch.py lab/test_bench.py \
+	lab/test_bench_kernels.py)
 
 .PHONY: demo test test-cuda lint format bench docs clean
 

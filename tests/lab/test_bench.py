@@ -1,69 +1,38 @@
-import contextlib
-import errno
+"""`adahessian bench`: its cells, options, times and tables."""
+
 import io
 import json
 import math
-import os
-import sys
-import tempfile
-import time
 from dataclasses import replace
-from types import ModuleType
-from typing import ClassVar
 
 import pytest
 import torch
+from bench_cases import (
+    CONDITIONS,
+    CPU,
+    MORE_OF_OVERHEAD,
+    ONCE,
+    PROBES,
+    SHAPES,
+    TINY,
+    TINY_SHAPES,
+    WHOLE_STEPS,
+    bench,
+    cell,
+)
 from rich.console import Console
 from torch.optim import SGD
 
 from adahessian.lab import command
-from adahessian.lab.bench import cells, contenders, peers, tables, timing, update, workloads
+from adahessian.lab.bench import cells, contenders, tables, timing, update
 from adahessian.lab.bench.command import PARTS, Bench
-from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import CONTENDERS, REFERENCE, Contender
-from adahessian.lab.bench.kernels import kernels_of, profile_whole_steps
-from adahessian.lab.bench.results import Results, UnusableFileError
 from adahessian.lab.bench.timing import Candidate, Stopwatch
 from adahessian.lab.bench.training import plain
 from adahessian.lab.bench.whole_step import measure_whole_steps
-from adahessian.lab.bench.workloads import GPTTokens, Images, LSTMTokens, make_task
+from adahessian.lab.bench.workloads import make_task
 
-CPU = torch.device("cpu")
-CONDITIONS = Conditions(device="cpu", channels_last=False, seed=0)
-ONCE = Stopwatch(device=CPU, rounds=1, min_seconds=0)
-TINY = {
-    "resnet20": Images(depth=8, width=4, batch_size=4),
-    "resnet32": Images(depth=8, width=2, batch_size=4),
-    "gpt": GPTTokens(depth=2, width=8, heads=2, vocabulary=16, length=4, batch_size=4),
-    "lstm": LSTMTokens(depth=2, width=8, vocabulary=16, length=4, batch_size=4),
-}
-SHAPES = update.SHAPES
-TINY_SHAPES = {"matrices of 64 x 64": lambda: [(64, 64)] * 2, "more than there is": lambda: [(2**50,)]}
-WHOLE_STEPS = ["SGD", "Adam", "AdamW", "AdaHessian, every step", "AdaHessian, every 10 steps on a quarter"]
-PROBES = ["1 probe", "2 probes", "4 probes"]
-MORE_OF_OVERHEAD = [f"AdaHessian, every {n} steps" for n in (2, 3, 4, 5)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def tiny():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workloads, "CPU_WORKLOADS", TINY)
-        patch.setattr(workloads, "IMAGE_SIZE", 8)
-        patch.setattr(update, "SHAPES", TINY_SHAPES)
-        patch.setattr("adahessian.lab.provenance.commit", lambda: "abc")
-        patch.setattr(update, "COPIED_BYTES", 2**20)
-        for package in ("pytorch_optimizer", "torch_optimizer"):
-            patch.setitem(sys.modules, package, None)
-        yield
-
-
-def bench(**settings):
-    stdout = io.StringIO()
-    with contextlib.redirect_stdout(stdout):
-        # Where there is a GPU, too: there it would measure networks of real size, in every mode.
-        on_cpu = {"device": "cpu", "channels_last": False}
-        Bench(**{"rounds": 1, "min_seconds": 1e-9, **on_cpu, **settings}).run()
-    return stdout.getvalue(), json.loads(settings["output"].read_text())
+pytestmark = pytest.mark.usefixtures("tiny_bench")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +41,7 @@ def output(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole_run(output, tiny):
+def whole_run(output, tiny_bench):
     return bench(output=output)
 
 
@@ -84,18 +53,6 @@ def printed(whole_run):
 @pytest.fixture
 def results(whole_run):
     return whole_run[1]
-
-
-def about(commit="abc", device="cpu", **provenance):
-    return {
-        "provenance": {"command": "adahessian bench", "commit": commit, "hardware": {}, "versions": {}, **provenance},
-        "conditions": {"device": device},
-        "not_found": [],
-    }
-
-
-def cell(optimizer, mode="eager", **numbers):
-    return {"part": "steps", "workload": "gpt", "mode": mode, "optimizer": optimizer, **numbers}
 
 
 # The whole run -------------------------------------------------------------------------------------------------------
@@ -366,84 +323,6 @@ def test_captured_steps_are_the_plain_ones(contender, monkeypatch):
     torch.testing.assert_close(changes[1], changes[0], rtol=1e-2, atol=1e-4)
 
 
-# Kernels -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def profiled(tiny, tmp_path_factory):
-    output = tmp_path_factory.mktemp("kernels") / "bench.json"
-    return bench(output=output, parts=("kernels",), workloads=("gpt",), optimizers=("AdamW", "AdaHessian"))
-
-
-def test_kernels_of_a_step_are_counted_and_the_longest_named(profiled):
-    names = ["SGD", *(name for name in WHOLE_STEPS if name.startswith(("AdamW", "AdaHessian")))]
-    cells = profiled[1]["cells"]
-    assert list(cells) == [f"kernels/gpt/eager/{name}" for name in names]
-    for found in cells.values():
-        times = [kernel["milliseconds"] for kernel in found["longest"]]
-        assert times == sorted(times, reverse=True)
-        assert 0 < sum(times) <= found["milliseconds"]
-    sgd, _, exact, quarter = (cell["launches"] for cell in cells.values())
-    assert 2 * sgd < exact  # the products, beside the gradient
-    assert sgd < quarter < sgd + (exact - sgd) / 2  # of ten steps, one measures
-
-
-def test_matrix_products_are_counted_for_one_step(profiled):
-    # Two blocks of four linear layers each and the output: one product forward, two backward.
-    sgd = next(iter(profiled[1]["cells"].values()))
-    products = sum(each["launches"] for each in sgd["longest"] if each["name"] in ("aten::mm", "aten::addmm"))
-    assert products == 3 * (2 * 4 + 1)
-
-
-def test_the_table_of_kernels_names_the_longest(profiled):
-    printed, results = profiled
-    shown = printed[printed.index("Kernels of a step") :]
-    for found in results["cells"].values():
-        assert f"gpt, eager, {found['optimizer']}" in shown
-        assert found["longest"][0]["name"][:40] in shown
-
-
-def test_times_of_kernels_are_those_of_one_step():
-    seconds = []
-    matrix = torch.rand(300, 300)
-
-    def step():
-        started = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - started)
-
-    found = kernels_of(step, 8, CPU)
-    assert found["launches"] == pytest.approx(sum(kernel["launches"] for kernel in found["longest"]))
-    assert 0 < found["milliseconds"] <= 1e3 * sum(seconds) / 8
-    assert {kernel["name"]: kernel["launches"] for kernel in found["longest"]}["aten::mm"] == 1
-
-
-def test_a_profile_of_nothing_is_none():
-    with pytest.raises(RuntimeError, match="recorded nothing"):
-        kernels_of(lambda: None, 1, CPU)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no kernels without a GPU")
-@pytest.mark.parametrize("mode", ["eager", "captured"])
-def test_kernels_of_a_gpu(mode):
-    on_gpu = Conditions(device="cuda", channels_last=False, seed=0)
-    found = dict(profile_whole_steps(TINY["gpt"], mode, CONTENDERS[1:2], conditions=on_gpu, rounds=1))
-    assert list(found) == ["SGD", "AdamW"]
-    for cell in found.values():
-        assert cell["milliseconds"] > 0
-        assert not any(kernel["name"].startswith(("aten::", "Optimizer.")) for kernel in cell["longest"])
-
-
-def test_a_profile_that_fails_says_why():
-    def broken(task, mode):
-        raise RuntimeError("it broke")
-
-    entrants = [Contender(schedules={"broken": 1}, start=broken), CONTENDERS[0]]
-    found = dict(profile_whole_steps(TINY["gpt"], "eager", entrants, conditions=CONDITIONS, rounds=1))
-    assert found["broken"] == {"unavailable": "RuntimeError: it broke"}
-    assert found["Adam"]["launches"] > 0
-
-
 # Cells without numbers -----------------------------------------------------------------------------------------------
 
 
@@ -528,78 +407,6 @@ def test_numbers_that_nobody_has_take_no_column(results):
     assert " ".join(heading.split()) == "optimizer ms x SGD x AdamW state first"
 
 
-# The file ------------------------------------------------------------------------------------------------------------
-
-
-def test_ratios_follow_when_a_base_is_measured_later(tmp_path):
-    Results(tmp_path / "a.json", **about()).add(cell("AdaHessian", time_to_sgd=3.0))
-    later = Results(tmp_path / "a.json", **about())
-    later.add(cell("AdamW", time_to_sgd=1.5))
-    later.add(cell("AdamW", mode="compiled", time_to_sgd=6.0))
-    written = json.loads((tmp_path / "a.json").read_text())["cells"]
-    assert written["steps/gpt/eager/AdaHessian"]["time_to_adamw"] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("other", "differing"),
-    [
-        (about(commit="def"), "commit"),
-        (about(hardware={"cores": 64}), "hardware"),
-        (about(commit="def", versions={"torch": "3.0"}), "commit, versions"),
-        (about(device="cuda"), "device"),
-    ],
-)
-def test_cells_from_elsewhere_are_given_up_only_if_asked(other, differing, tmp_path):
-    Results(tmp_path / "a.json", **about()).add(cell("SGD"))
-    with pytest.raises(UnusableFileError, match=rf"differs in {differing}, .*--overwrite"):
-        Results(tmp_path / "a.json", **other)
-    results = Results(tmp_path / "a.json", **other, overwrite=True)
-    results.add(cell("Adam"))
-    assert results.cells.keys() == {"steps/gpt/eager/Adam"}
-
-
-def test_cells_of_unknown_code_are_not_kept(tmp_path):
-    Results(tmp_path / "a.json", **about(commit=None)).add(cell("SGD"))
-    with pytest.raises(UnusableFileError, match="differs in commit, which is unknown now"):
-        Results(tmp_path / "a.json", **about(commit=None))
-    assert Results(tmp_path / "a.json", **about(commit=None), overwrite=True).cells == {}
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"provenance": {}, "models": []}', b"\xff"])
-def test_a_file_that_holds_something_else_is_left_alone(text, tmp_path):
-    path = tmp_path / "mine.json"
-    content = text if isinstance(text, bytes) else text.encode()
-    path.write_bytes(content)
-    with pytest.raises(SystemExit, match=r"--output: .*mine\.json holds no results") as refusal:
-        Bench(device="cpu", output=path).run()
-    assert len(str(refusal.value).splitlines()) == 1
-    assert path.read_bytes() == content
-
-
-def test_a_path_that_cannot_become_a_file_is_refused_before_anything_is_measured(tmp_path):
-    (tmp_path / "file").touch()
-    # A link, so that the device itself is never the one at risk.
-    (tmp_path / "device").symlink_to(os.devnull)
-    for path, message in (
-        (tmp_path, "is a folder: name a file"),
-        (tmp_path / "file" / "bench.json", "cannot be made or written to"),
-        (tmp_path / "device", "is not an ordinary file: name a file"),
-    ):
-        with pytest.raises(SystemExit, match=message) as refusal:
-            Bench(device="cpu", output=path).run()
-        assert len(str(refusal.value).splitlines()) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "device"}
-
-
-def test_a_file_system_that_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path, monkeypatch):
-    def read_only(**settings):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
-    with pytest.raises(SystemExit, match="Read-only file system"):
-        Bench(device="cpu", output=tmp_path / "bench.json").run()
-
-
 # The update alone ----------------------------------------------------------------------------------------------------
 
 
@@ -628,76 +435,6 @@ def test_what_does_not_fit_into_memory_is_not_tried(results):
 @pytest.mark.parametrize(("name", "count"), [("ResNet20 (0.27M)", 269_722), ("GPT-2 (124M)", 124_439_808)])
 def test_shapes_are_those_of_the_networks(name, count):
     assert sum(map(math.prod, SHAPES[name]())) == count
-
-
-# Peers ---------------------------------------------------------------------------------------------------------------
-
-
-class Peer(SGD):
-    """Stands for every optimizer of another package, and notes how it is used."""
-
-    made: ClassVar[list["Peer"]] = []
-
-    def __init__(self, params, lr=0.0, **settings):
-        super().__init__(params, lr)
-        self.settings = settings
-        self.saw_graph = []
-        self.made.append(self)
-
-    def step(self, closure=None):
-        grads = [param.grad for group in self.param_groups for param in group["params"]]
-        self.saw_graph.append(any(grad.requires_grad for grad in grads))
-        return super().step(closure)
-
-
-@pytest.fixture
-def one_package(monkeypatch):
-    package = ModuleType("pytorch_optimizer")
-    for name in ("AdaHessian", "SophiaH", "SOAP", "Muon"):
-        setattr(package, name, Peer)
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", package)
-    monkeypatch.setattr(Peer, "made", [])
-
-
-def test_peers_that_are_installed_take_part_in_eager_mode(one_package):
-    found, missing = peers.installed_peers()
-    assert [name for each in found for name in each.schedules] == [
-        "pytorch_optimizer.AdaHessian, every step",
-        "pytorch_optimizer.AdaHessian, every 10 steps",
-        "pytorch_optimizer.SophiaH, every 10 steps",
-        "pytorch_optimizer.SOAP, every 10 steps",
-        "pytorch_optimizer.Muon",
-    ]
-    assert missing == ["torch_optimizer.Adahessian, every step"]
-    assert all(each.modes == ("eager",) for each in found)
-
-
-@pytest.mark.parametrize("workload", ["gpt", "lstm"])
-def test_peers_get_a_graph_of_the_gradient_when_they_need_one(one_package, workload):
-    found, _ = peers.installed_peers()
-    for each in found:
-        training = each.start(make_task(TINY[workload], device=CPU, channels_last=False, seed=0), "eager")
-        for _ in range(11):
-            assert training.step().isfinite()
-    with_graph = [[step for step, saw in enumerate(peer.saw_graph) if saw] for peer in Peer.made]
-    assert with_graph == [list(range(11)), [0, 10], [0, 10], [], []]
-    assert Peer.made[1].settings["update_period"] == 10
-
-
-def test_muon_gets_the_hidden_matrices(one_package):
-    muon = peers.installed_peers()[0][-1]
-    task = make_task(TINY["gpt"], device=CPU, channels_last=False, seed=0)
-    hidden, others = muon.start(task, "eager").optimizer.param_groups
-    names = {param: name for name, param in task.model.named_parameters()}
-    assert {names[param].rpartition(".")[0].rpartition(".")[2] for param in hidden["params"]} == {
-        "qkv",
-        "out",
-        "up",
-        "down",
-    }
-    assert hidden["use_muon"]
-    assert not others["use_muon"]
-    assert len(hidden["params"]) + len(others["params"]) == len(names)
 
 
 # Conditions ----------------------------------------------------------------------------------------------------------
