@@ -176,7 +176,7 @@ def test_curvature_that_does_not_fit_is_refused():
     optimizer = AdaHessian([param])
     with pytest.raises(ValueError, match="no parameter"):
         optimizer.feed_curvature({torch.ones(3): torch.ones(3)})
-    with pytest.raises(ValueError, match=re.escape("shape (3,) was fed one of (4,)")):
+    with pytest.raises(ValueError, match=re.escape("one of shape (3,) on cpu, but was fed one of shape (4,)")):
         optimizer.feed_curvature({param: torch.ones(4)})
     assert optimizer.curvature_due
 

@@ -89,7 +89,7 @@ class FusedTensors:
         maximize: bool,
     ) -> None:
         """Take one step, in place: the twin of :func:`adahessian.update.update_parameters`."""
-        grads = self._like_params(gradients)
+        grads = self._like_params(gradients, self.dtype)
         exp_avgs = [state["exp_avg"] for state in of_params]
         rms = [state["hessian_rms"] for state in of_params]
         pointers, aligned = self._addresses("update", params, grads, exp_avgs, rms)
@@ -140,9 +140,9 @@ class FusedTensors:
             part.view(shape) for part, shape in zip(flat.split(self._counts), self.block_shapes, strict=True)
         )
         # The kernel reads all of them in the order of the parameter's memory.
-        diagonal = [_strided(d, strides) for d, strides in zip(diagonal, self.strides, strict=True)]
+        diagonal = self._like_params(diagonal, torch.float32)
         if gradients is not None:
-            gradients = self._like_params(gradients)
+            gradients = self._like_params(gradients, self.dtype)
         pointers, _ = self._addresses("average", diagonal, gradients or diagonal, estimates)
         _launch(
             "average",
@@ -189,13 +189,11 @@ class FusedTensors:
         pointers, _ = self._addresses("fold", values, [state["hessian_rms"] for state in of_params], flags)
         _launch("fold", self._of_blocks, pointers, self._layout, self._of_blocks, weights, TILE=_FLAT_TILE)
 
-    def _like_params(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients in the dtype of their parameters and in the order of their memory."""
+    def _like_params(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors in a dtype, and in the order of their parameters' memory."""
         return [
-            gradient
-            if gradient.dtype is self.dtype and gradient.stride() == own
-            else _strided(gradient.to(self.dtype), own)
-            for gradient, own in zip(gradients, self.strides, strict=True)
+            tensor if tensor.dtype is dtype and tensor.stride() == own else _strided(tensor.to(dtype), own)
+            for tensor, own in zip(tensors, self.strides, strict=True)
         ]
 
     def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[Tensor, bool]:

@@ -21,6 +21,7 @@ from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.distributed import refuse_several_processes
 from adahessian.fused import FusedTensors, Fusion, Member
+from adahessian.measuring import Measuring
 from adahessian.settings import Beta2Per, validate
 from adahessian.sharding import agreed, local, local_part, over_ranks, refuse_cut_blocks
 from adahessian.state import Group, State
@@ -101,8 +102,10 @@ class AdaHessian(Optimizer):
     _awaited: Callable[[], tuple[Mapping[Tensor, Tensor], Mapping[Tensor, Tensor]]] | None
     _overdue_warned: bool
     _dropped_seen: int
-    # What has been looked up for the step of each group, and the tables of the fused kernels.
+    # What has been looked up: for the step of each group, for measurements of whole parameters and of shards, and the
+    # tables of the fused kernels.
     _stepping: dict[int, Stepping]
+    _measuring: dict[bool, Measuring]
     _fusion: Fusion
 
     def __init__(
@@ -197,22 +200,24 @@ class AdaHessian(Optimizer):
             probe: Number of the probe, from 0 to ``num_probes - 1``.
             out: Contiguous tensors to put it in, of the parameters' dtypes; None makes new ones.
         """
-        measured = [each for each in self._parameters() if each[0].requires_grad]
-        fused, plain = self._fusion.split(measured)
-        signs = list(out) if out is not None else [torch.empty(0)] * len(measured)
-        for tensors, members in fused:
+        measured = self._look_up(self.measured_parameters(), of_shards=False)
+        signs = list(out) if out is not None else [torch.empty(0)] * len(measured.params)
+        for tensors, members in measured.fused:
             if out is None:
                 for i in members:
-                    signs[i] = torch.empty_like(measured[i][0], memory_format=torch.contiguous_format)
-            of_groups = [measured[i][1] for i in members]
+                    signs[i] = torch.empty_like(measured.params[i], memory_format=torch.contiguous_format)
+            of_groups = [measured.groups[i] for i in members]
             keys = [start_of(group["seed"], group["measurements"], probe) for group in of_groups]
             tensors.draw([signs[i] for i in members], keys)
         drawn = rademacher_like(
-            [measured[i][0] for i in plain],
-            [ProbeKey(measured[i][1]["seed"], measured[i][1]["measurements"], measured[i][2]) for i in plain],
+            [measured.params[i] for i in measured.plain],
+            [
+                ProbeKey(measured.groups[i]["seed"], measured.groups[i]["measurements"], measured.positions[i])
+                for i in measured.plain
+            ],
             probe,
         )
-        for i, sign in zip(plain, drawn, strict=True):
+        for i, sign in zip(measured.plain, drawn, strict=True):
             signs[i] = sign if out is None else signs[i].copy_(sign)
         return signs
 
@@ -264,41 +269,28 @@ class AdaHessian(Optimizer):
         Raises:
             ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
         """
-        members = {param: (param, group, position) for param, group, position in self._parameters()}
-        for param, values in diagonal.items():
-            if param not in members:
-                raise ValueError(
-                    f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
-                )
-            shape, device = param.shape, param.device
-            if values.shape != shape:
-                raise ValueError(f"a parameter of shape {tuple(shape)} was fed one of {tuple(values.shape)}")
-            gradient = values if gradients is None else gradients.get(param)
-            if gradient is None or gradient.shape != shape or not values.device == gradient.device == device:
-                raise ValueError(
-                    f"a parameter of shape {tuple(shape)} on {device} needs its diagonal and its gradient "
-                    "in that shape and on that device"
-                )
         params = list(diagonal)
-        parts = [local_part(diagonal[param], param) for param in params]
-        slopes = None if gradients is None else [local_part(gradients[param], param) for param in params]
-        measured = [(local(param), *members[param][1:]) for param in params]
-        fused, plain = self._fusion.split(measured)
+        measured = self._look_up(params, of_shards=True)
+        parts = measured.checked("diagonal", list(diagonal.values()))
+        slopes = None
+        if gradients is not None:
+            slopes = measured.checked("gradient", [gradients.get(param) for param in params])
+        if measured.is_sharded:
+            parts = list(map(local_part, parts, params))
+            slopes = None if slopes is None else list(map(local_part, slopes, params))
         measurement: Measurement = {}
-        for tensors, numbers in fused:
+        for tensors, numbers in measured.fused:
             estimates = tensors.average(
-                [parts[i].to(torch.float32) for i in numbers],
-                None if slopes is None else [slopes[i] for i in numbers],
+                [parts[i] for i in numbers], None if slopes is None else [slopes[i] for i in numbers]
             )
             measurement |= dict(zip([params[i] for i in numbers], map(Estimate, *estimates), strict=True))
-        reals = [as_reals(parts[i].to(accumulation_dtype(measured[i][0].dtype))) for i in plain]
         found = estimate_all(
-            [states.blocks(*measured[i][:2]) for i in plain],
-            reals,
-            None if slopes is None else [as_reals(slopes[i]) for i in plain],
-            [measured[i][1]["averaging"] for i in plain],
+            [measured.blocks[i] for i in measured.plain],
+            [as_reals(parts[i].to(accumulation_dtype(measured.dtypes[i]))) for i in measured.plain],
+            None if slopes is None else [as_reals(slopes[i]) for i in measured.plain],
+            [measured.groups[i]["averaging"] for i in measured.plain],
         )
-        measurement |= dict(zip([params[i] for i in plain], found, strict=True))
+        measurement |= dict(zip([params[i] for i in measured.plain], found, strict=True))
         for group in self.param_groups:
             if group["steady_start"] and not group["measurements"]:
                 for param in filter(measurement.__contains__, group["params"]):
@@ -582,7 +574,24 @@ class AdaHessian(Optimizer):
         self._overdue_warned = False
         self._dropped_seen = 0
         self._stepping = {}
+        self._measuring = {}
         self._fusion = Fusion()
+
+    def _look_up(self, params: list[Tensor], *, of_shards: bool) -> Measuring:
+        """What a measurement of these parameters needs to know of them, or of their shards on this rank."""
+        known = self._measuring.get(of_shards)
+        if known is None or not known.is_current(params, self.param_groups):
+            members = {member[0]: member for member in self._parameters()}
+            for param in params:
+                if param not in members:
+                    raise ValueError(
+                        f"a curvature of shape {tuple(param.shape)} was fed for a tensor that is no parameter"
+                    )
+            known = Measuring(
+                [members[param] for param in params], self.param_groups, self._fusion, of_shards=of_shards
+            )
+            self._measuring[of_shards] = known
+        return known
 
     def _parameters(self) -> Iterator[Member]:
         """Each parameter with its group and its position among all of them, by which its probes are drawn.

@@ -15,7 +15,7 @@ from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.sharding import is_sharded, local
 from adahessian.state import Group, State
 
-# Settings that decide how a step is taken. All others may change from step to step.
+# All other settings may change from step to step.
 _DECISIVE = ("block_size", "blocks", "averaging", "foreach", "fused", "capturable")
 
 
@@ -44,9 +44,9 @@ class Stepping:
         self.states: list[State] = []
         self.fused: list[tuple[FusedTensors, list[int]]] = []
         self.plain: list[int] = []
-        self._settings = _decisive(group)
+        self._settings = decisive_settings(group)
         self._ids = list(map(id, params))
-        self._forms = _forms(params)
+        self._forms = forms(params)
         self._whole_states: list[State] = []
         self._tensors: list[Tensor] = []
         self._sharded = any(here is not param for here, param in zip(self.here, params, strict=True))
@@ -74,8 +74,8 @@ class Stepping:
             # By identity, as tensors are compared by their elements.
             list(map(id, params)) == self._ids
             and len(self._whole_states) == len(params)
-            and self._settings == _decisive(self.group)
-            and _forms(params) == self._forms
+            and self._settings == decisive_settings(self.group)
+            and forms(params) == self._forms
             and all(map(operator.is_, map(state.get, params), self._whole_states))
             and all(map(operator.is_, _tensors_of(self._whole_states), self._tensors))
             and not (self._sharded and not all(map(operator.is_, map(local, params), self.here)))
@@ -120,12 +120,14 @@ class Stepping:
 _LOOK = operator.attrgetter("shape", "dtype", "device")
 
 
-def _forms(params: list[Tensor]) -> list[Any]:
+def forms(params: list[Tensor]) -> list[Any]:
+    """What tensors look like, to be compared."""
     # Without a call of the interpreter for each: a model may have hundreds.
     return [*map(_LOOK, params), *map(Tensor.stride, params)]
 
 
-def _decisive(group: Group) -> tuple[Any, ...]:
+def decisive_settings(group: Group) -> tuple[Any, ...]:
+    """The settings that decide how a step is taken, and a measurement."""
     return (*(group[name] for name in _DECISIVE), isinstance(group["lr"], Tensor))
 
 
