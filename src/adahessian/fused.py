@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import operator
 import os
 import shutil
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ _MOST_TABLES = 64
 # A parameter, its group, and its position among all parameters.
 Member = tuple[Tensor, Group, int]
 
+_DTYPE = operator.attrgetter("dtype")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -191,6 +193,9 @@ class FusedTensors:
 
     def _like_params(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Tensors in a dtype, and in the order of their parameters' memory."""
+        # As they are, nearly always. A call of the interpreter for each would count: a model may have hundreds.
+        if list(map(Tensor.stride, tensors)) == self.strides and set(map(_DTYPE, tensors)) == {dtype}:
+            return list(tensors)
         return [
             tensor if tensor.dtype is dtype and tensor.stride() == own else _strided(tensor.to(dtype), own)
             for tensor, own in zip(tensors, self.strides, strict=True)
@@ -198,7 +203,6 @@ class FusedTensors:
 
     def _addresses(self, kernel: str, *lists: Sequence[Tensor]) -> tuple[Tensor, bool]:
         """The addresses of tensors, list after list, on the device, and whether all are multiples of 16."""
-        # One call of the interpreter less for each tensor counts: a model may have hundreds.
         return self._upload_once(kernel, [list(map(Tensor.data_ptr, tensors)) for tensors in lists])
 
     def _upload_once(self, name: str, values: list[list[int]]) -> tuple[Tensor, bool]:

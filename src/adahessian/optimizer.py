@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,10 +26,12 @@ from adahessian.measuring import Measuring
 from adahessian.settings import Beta2Per, validate
 from adahessian.sharding import agreed, local, local_part, over_ranks, refuse_cut_blocks
 from adahessian.state import Group, State
-from adahessian.stepping import Stepping
+from adahessian.stepping import Stepping, picked
 from adahessian.update import update_hessian_rms, update_parameters
 
 Measurement = dict[Tensor, Estimate]
+
+_LAYOUT = operator.attrgetter("layout")
 
 
 class AdaHessian(Optimizer):
@@ -372,12 +375,13 @@ class AdaHessian(Optimizer):
 
     def _gather(self, group: Group) -> Stepping:
         """What takes part in this step, checked."""
-        params = []
-        for param in group["params"]:
-            if (gradient := param.grad) is not None:
-                if gradient.layout is not torch.strided:
-                    refuse_sparse(gradient)
-                params.append(param)
+        params = list(group["params"])
+        gradients = [gradient for param in params if (gradient := param.grad) is not None]
+        if set(map(_LAYOUT, gradients)) - {torch.strided}:
+            for gradient in gradients:
+                refuse_sparse(gradient)
+        if len(gradients) < len(params):
+            params = [param for param in params if param.grad is not None]
         known = self._stepping.get(id(group))
         if known is None or known.group is not group or not known.is_current(params, self.state):
             if known is None:  # a group that was removed is forgotten
@@ -438,7 +442,7 @@ class AdaHessian(Optimizer):
             return
         counts = part.count()
         for tensors, chosen in part.fused:
-            self._step_fused(tensors, part, chosen, [counts[i] for i in chosen], measurement or {})
+            self._step_fused(tensors, part, chosen, picked(counts, chosen), measurement or {})
         if part.plain:
             self._step_plain(part, measurement or {})
 
@@ -448,8 +452,10 @@ class AdaHessian(Optimizer):
         group = part.group
         # A launch has one setting for all. Parameters without a gradient now and then have taken fewer steps.
         for count in sorted(set(counts)):
-            same = [i for i, own in zip(chosen, counts, strict=True) if own == count]
-            of_all = tensors if len(same) == len(chosen) else self._fusion.table([part.member(i) for i in same])
+            same = chosen
+            if counts.count(count) < len(counts):
+                same = [i for i, own in zip(chosen, counts, strict=True) if own == count]
+            of_all = tensors if same is chosen else self._fusion.table([part.member(i) for i in same])
             measured = [i for i in same if part.params[i] in measurement] if measurement else []
             if measured:
                 of_some = of_all if measured == same else self._fusion.table([part.member(i) for i in measured])
@@ -460,9 +466,9 @@ class AdaHessian(Optimizer):
                     new_age=count if group["beta2_per"] == "step" else None,
                 )
             of_all.update(
-                [part.here[i] for i in same],
+                picked(part.here, same),
                 part.gradients(same),
-                [part.states[i] for i in same],
+                picked(part.states, same),
                 step=count,
                 lr=float(group["lr"]),
                 # Triton knows Python's numbers, but not those of NumPy.

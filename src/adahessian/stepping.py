@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from adahessian.averaging import Blocks
 from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.sharding import is_sharded, local
 from adahessian.state import Group, State
+
+Item = TypeVar("Item")
 
 # All other settings may change from step to step.
 _DECISIVE = ("block_size", "blocks", "averaging", "foreach", "fused", "capturable")
@@ -48,6 +50,7 @@ class Stepping:
         self._ids = list(map(id, params))
         self._forms = forms(params)
         self._whole_states: list[State] = []
+        self._identity: list[int] = []
         self._tensors: list[Tensor] = []
         self._sharded = any(here is not param for here, param in zip(self.here, params, strict=True))
         self._counter: Tensor | None = None
@@ -61,6 +64,7 @@ class Stepping:
         self._whole_states = [state[param] for param in self.params]
         if not self.group["capturable"]:
             self._join_counts()
+        self._identity = _identity(state)
         self._tensors = _tensors_of(self._whole_states)
         self.states = [
             {key: local(value) for key, value in whole.items()} if is_sharded(param) else whole
@@ -76,7 +80,7 @@ class Stepping:
             and len(self._whole_states) == len(params)
             and self._settings == decisive_settings(self.group)
             and forms(params) == self._forms
-            and all(map(operator.is_, map(state.get, params), self._whole_states))
+            and _identity(state) == self._identity
             and all(map(operator.is_, _tensors_of(self._whole_states), self._tensors))
             and not (self._sharded and not all(map(operator.is_, map(local, params), self.here)))
         )
@@ -117,6 +121,11 @@ class Stepping:
             state["step"] = count
 
 
+def picked(items: list[Item], chosen: list[int]) -> list[Item]:
+    """Those that are chosen, which are all of them nearly always."""
+    return items if len(chosen) == len(items) else [items[i] for i in chosen]
+
+
 _LOOK = operator.attrgetter("shape", "dtype", "device")
 
 
@@ -129,6 +138,11 @@ def forms(params: list[Tensor]) -> list[Any]:
 def decisive_settings(group: Group) -> tuple[Any, ...]:
     """The settings that decide how a step is taken, and a measurement."""
     return (*(group[name] for name in _DECISIVE), isinstance(group["lr"], Tensor))
+
+
+def _identity(state: Mapping[Tensor, State]) -> list[int]:
+    # All keys and values rather than those of some keys: to look a tensor up calls the interpreter.
+    return [*map(id, state), *map(id, state.values())]
 
 
 def _tensors_of(of_params: list[State]) -> list[Tensor]:
