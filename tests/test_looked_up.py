@@ -1,5 +1,7 @@
 """What is looked up once is looked up again when it has changed: beside an optimizer that forgets at every step."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,9 @@ from adahessian import AdaHessian
 class Forgetful(AdaHessian):
     """Looks everything up anew."""
 
-    def _look_up(self, params, *, of_shards):
+    def _look_up(self, params, members, *, of_shards):
         self._measuring.clear()
-        return super()._look_up(params, of_shards=of_shards)
+        return super()._look_up(params, members, of_shards=of_shards)
 
     def _gather(self, group):
         self._stepping.clear()
@@ -135,6 +137,41 @@ def test_a_parameter_of_another_shape_is_noticed():
     params[0].data = torch.ones(3, 6)
     with pytest.raises(RuntimeError, match="has the shape"):
         steps(params, optimizer, 3, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make_other",
+    [lambda: nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False), lambda: nn.LazyLinear(2).weight],
+    ids=["compressed rows", "lazy"],
+)
+def test_nothing_is_asked_of_parameters_that_are_not_measured(make_other):
+    """They may have no shape or no strides."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([param, make_other()], lr=0.1)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.feed_curvature({param: torch.full((3,), 2.0)})
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((3,), 1 - 3 * 0.05), rtol=1e-4, atol=0)
+
+
+def test_a_parameter_that_is_listed_twice_has_two_probes():
+    param = nn.Parameter(torch.ones(64))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = AdaHessian([param, param])
+    first, second = optimizer.draw_probes(0)
+    assert not torch.equal(first, second)
+
+
+def test_what_was_removed_is_not_kept_alive():
+    params, optimizer = make(AdaHessian)
+    steps(params, optimizer, 0, 3)
+    removed = weakref.ref(optimizer.param_groups[0]["params"].pop())
+    optimizer.state.pop(removed())
+    del params[1]
+    steps(params, optimizer, 3, 3)
+    assert removed() is None
 
 
 def test_what_has_not_changed_is_recognised():

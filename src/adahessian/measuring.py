@@ -16,6 +16,7 @@ from adahessian.state import Group
 from adahessian.stepping import decisive_settings, forms
 
 _PLACE = operator.attrgetter("shape", "device")
+_DTYPE = operator.attrgetter("dtype")
 
 
 class Measuring:
@@ -61,9 +62,10 @@ class Measuring:
 
 
 def _look(params: Sequence[Tensor], groups: Sequence[Group]) -> list[Any]:
-    # By identity, as tensors are compared by their elements.
+    # By identity, as tensors are compared by their elements. Of parameters that are not measured nothing but the dtype
+    # is asked, by which the others have their positions: they may have no shape yet.
     of_groups = [
-        (id(group), decisive_settings(group), list(map(id, group["params"])), forms(group["params"]))
+        (id(group), decisive_settings(group), list(map(id, group["params"])), list(map(_DTYPE, group["params"])))
         for group in groups
     ]
-    return [list(map(id, params)), of_groups]
+    return [list(map(id, params)), forms(params), of_groups]

@@ -203,7 +203,11 @@ class AdaHessian(Optimizer):
             probe: Number of the probe, from 0 to ``num_probes - 1``.
             out: Contiguous tensors to put it in, of the parameters' dtypes; None makes new ones.
         """
-        measured = self._look_up(self.measured_parameters(), of_shards=False)
+        measured = self._look_up(
+            self.measured_parameters(),
+            lambda: [member for member in self._parameters() if member[0].requires_grad],
+            of_shards=False,
+        )
         signs = list(out) if out is not None else [torch.empty(0)] * len(measured.params)
         for tensors, members in measured.fused:
             if out is None:
@@ -273,7 +277,7 @@ class AdaHessian(Optimizer):
             ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
         """
         params = list(diagonal)
-        measured = self._look_up(params, of_shards=True)
+        measured = self._look_up(params, lambda: self._fed_members(diagonal), of_shards=True)
         parts = measured.checked("diagonal", list(diagonal.values()))
         slopes = None
         if gradients is not None:
@@ -583,21 +587,26 @@ class AdaHessian(Optimizer):
         self._measuring = {}
         self._fusion = Fusion()
 
-    def _look_up(self, params: list[Tensor], *, of_shards: bool) -> Measuring:
+    def _look_up(self, params: list[Tensor], members: Callable[[], list[Member]], *, of_shards: bool) -> Measuring:
         """What a measurement of these parameters needs to know of them, or of their shards on this rank."""
         known = self._measuring.get(of_shards)
-        if known is None or not known.is_current(params, self.param_groups):
-            members = {member[0]: member for member in self._parameters()}
-            for param in params:
-                if param not in members:
-                    raise ValueError(
-                        f"a curvature of shape {tuple(param.shape)} was fed for a tensor that is no parameter"
-                    )
-            known = Measuring(
-                [members[param] for param in params], self.param_groups, self._fusion, of_shards=of_shards
-            )
+        if known is not None and not known.is_current(params, self.param_groups):
+            # Both, or the other would keep alive what has been removed.
+            self._measuring.clear()
+            known = None
+        if known is None:
+            known = Measuring(members(), self.param_groups, self._fusion, of_shards=of_shards)
             self._measuring[of_shards] = known
         return known
+
+    def _fed_members(self, diagonal: Mapping[Tensor, Tensor]) -> list[Member]:
+        members = {member[0]: member for member in self._parameters()}
+        for param, values in diagonal.items():
+            if param not in members:
+                raise ValueError(
+                    f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
+                )
+        return [members[param] for param in diagonal]
 
     def _parameters(self) -> Iterator[Member]:
         """Each parameter with its group and its position among all of them, by which its probes are drawn.

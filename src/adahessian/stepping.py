@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +50,6 @@ class Stepping:
         self._ids = list(map(id, params))
         self._forms = forms(params)
         self._whole_states: list[State] = []
-        self._identity: list[int] = []
         self._tensors: list[Tensor] = []
         self._sharded = any(here is not param for here, param in zip(self.here, params, strict=True))
         self._counter: Tensor | None = None
@@ -64,7 +63,6 @@ class Stepping:
         self._whole_states = [state[param] for param in self.params]
         if not self.group["capturable"]:
             self._join_counts()
-        self._identity = _identity(state)
         self._tensors = _tensors_of(self._whole_states)
         self.states = [
             {key: local(value) for key, value in whole.items()} if is_sharded(param) else whole
@@ -80,7 +78,7 @@ class Stepping:
             and len(self._whole_states) == len(params)
             and self._settings == decisive_settings(self.group)
             and forms(params) == self._forms
-            and _identity(state) == self._identity
+            and all(map(operator.is_, map(state.get, params), self._whole_states))
             and all(map(operator.is_, _tensors_of(self._whole_states), self._tensors))
             and not (self._sharded and not all(map(operator.is_, map(local, params), self.here)))
         )
@@ -122,14 +120,14 @@ class Stepping:
 
 
 def picked(items: list[Item], chosen: list[int]) -> list[Item]:
-    """Those that are chosen, which are all of them nearly always."""
+    """Those that are chosen, by numbers that ascend; nearly always these are all of them."""
     return items if len(chosen) == len(items) else [items[i] for i in chosen]
 
 
 _LOOK = operator.attrgetter("shape", "dtype", "device")
 
 
-def forms(params: list[Tensor]) -> list[Any]:
+def forms(params: Sequence[Tensor]) -> list[Any]:
     """What tensors look like, to be compared."""
     # Without a call of the interpreter for each: a model may have hundreds.
     return [*map(_LOOK, params), *map(Tensor.stride, params)]
@@ -138,11 +136,6 @@ def forms(params: list[Tensor]) -> list[Any]:
 def decisive_settings(group: Group) -> tuple[Any, ...]:
     """The settings that decide how a step is taken, and a measurement."""
     return (*(group[name] for name in _DECISIVE), isinstance(group["lr"], Tensor))
-
-
-def _identity(state: Mapping[Tensor, State]) -> list[int]:
-    # All keys and values rather than those of some keys: to look a tensor up calls the interpreter.
-    return [*map(id, state), *map(id, state.values())]
 
 
 def _tensors_of(of_params: list[State]) -> list[Tensor]:
