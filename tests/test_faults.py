@@ -178,6 +178,14 @@ def test_curvature_that_does_not_fit_is_refused():
         optimizer.feed_curvature({torch.ones(3): torch.ones(3)})
     with pytest.raises(ValueError, match=re.escape("one of shape (3,) on cpu, but was fed one of shape (4,)")):
         optimizer.feed_curvature({param: torch.ones(4)})
+    with pytest.raises(ValueError, match="was fed a float"):
+        optimizer.feed_curvature({param: 2.0})
+    with pytest.raises(ValueError, match=r"gradient like itself.* but was fed a NoneType"):
+        optimizer.feed_curvature({param: torch.ones(3)}, {})
+    with pytest.raises(ValueError, match="no parameter"):
+        optimizer.feed_curvature({"weight": torch.ones(3)})
+    with pytest.raises(TypeError, match=r"takes a dict.*not a list"):
+        optimizer.feed_curvature([torch.ones(3)])
     assert optimizer.curvature_due
 
 

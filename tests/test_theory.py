@@ -1,4 +1,4 @@
-"""The appendix of the paper, and what docs/algorithm.md says of weight decay, as tests.
+"""The appendix of the paper, and what docs/algorithm.md says of weight decay and of noise, as tests.
 
 For alpha I <= H <= beta I, one step of size alpha^k / beta along H^-k g, D^-k g or block-averaged D^-k g lowers f by at
 least alpha^k / (2 beta^(1+k)) |g|^2.
@@ -8,9 +8,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from adahessian import AdaHessian
+from adahessian import AdaHessian, Curvature
 
 POWERS = [0.0, 0.25, 0.5, 1.0]
 
@@ -177,3 +178,29 @@ def test_steps_of_weights_before_a_norm_grow_with_the_weights():
 
     torch.testing.assert_close(relative_step(0.01, ours), relative_step(1.0, ours), rtol=1e-5, atol=0)
     torch.testing.assert_close(relative_step(0.01, sgd), 1e4 * relative_step(1.0, sgd), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch_fraction", "num_probes", "expected"), [(0.25, 1, 2.0), (0.125, 1, 8**0.5), (0.25, 4, 1.0), (1.0, 4, 0.5)]
+)
+def test_curvature_is_mostly_noise_which_goes_with_the_root_of_examples_and_probes(
+    batch_fraction, num_probes, expected
+):
+    def size(fraction, probes):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 10))
+        weights = [model[0].weight, model[2].weight]
+        optimizer = AdaHessian(weights, lr=0.0, betas=(0.9, 1 - 1e-6), num_probes=probes)
+        curvature = Curvature(
+            model, lambda model, batch: cross_entropy(model(batch[0]), batch[1]), optimizer, batch_fraction=fraction
+        )
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(30):
+            curvature.measure((torch.randn(64, 20, generator=generator), torch.randint(10, (64,), generator=generator)))
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return torch.stack([optimizer.state[weight]["hessian_rms"].log().mean().exp() for weight in weights])
+
+    ratio = size(batch_fraction, num_probes) / size(1.0, 1)
+    torch.testing.assert_close(ratio, torch.full((2,), expected), rtol=0.1, atol=0)

@@ -39,22 +39,27 @@ class Measuring:
         self.dtypes = [param.dtype for param in here]
         self.fused, self.plain = fusion.split(list(zip(here, self.groups, self.positions, strict=True)))
         self._places = list(map(_PLACE, self.params))
+        self._ids = list(map(id, self.params))
         self._look = _look(self.params, groups)
 
     def is_current(self, params: Sequence[Tensor], groups: Sequence[Group]) -> bool:
         """Whether all of it is still so for these parameters; shards may be others at any time."""
-        return not self.is_sharded and self._look == _look(params, groups)
+        # By identity, as tensors are compared by their elements.
+        same = not self.is_sharded and list(map(id, params)) == self._ids
+        return same and _look(params, groups) == self._look
 
-    def checked(self, what: str, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    def checked(self, what: str, tensors: Sequence[object]) -> list[Tensor]:
         """Tensors that are to be in the shapes of the parameters and on their devices.
 
         Raises:
-            ValueError: If one is missing or is not.
+            ValueError: If one is none, or is not.
         """
-        found = [tensor for tensor in tensors if tensor is not None]
+        found = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
         if list(map(_PLACE, found)) != self._places:
             for param, tensor in zip(self.params, tensors, strict=True):
-                place = "none" if tensor is None else f"one of shape {tuple(tensor.shape)} on {tensor.device}"
+                place = f"a {type(tensor).__name__}"
+                if isinstance(tensor, Tensor):
+                    place = f"one of shape {tuple(tensor.shape)} on {tensor.device}"
                 wanted = f"one of shape {tuple(param.shape)} on {param.device}"
                 if place != wanted:
                     raise ValueError(f"a parameter needs a {what} like itself, {wanted}, but was fed {place}")
@@ -62,10 +67,10 @@ class Measuring:
 
 
 def _look(params: Sequence[Tensor], groups: Sequence[Group]) -> list[Any]:
-    # By identity, as tensors are compared by their elements. Of parameters that are not measured nothing but the dtype
-    # is asked, by which the others have their positions: they may have no shape yet.
+    # Of parameters that are not measured nothing but the dtype is asked, by which the others have their positions: they
+    # may have no shape yet.
     of_groups = [
         (id(group), decisive_settings(group), list(map(id, group["params"])), list(map(_DTYPE, group["params"])))
         for group in groups
     ]
-    return [list(map(id, params)), forms(params), of_groups]
+    return [forms(params), of_groups]

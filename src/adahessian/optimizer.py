@@ -274,8 +274,11 @@ class AdaHessian(Optimizer):
                 no step until it has been measured. Without it every block counts as measured.
 
         Raises:
+            TypeError: If it is not given a mapping.
             ValueError: If a parameter is not this optimizer's, or a diagonal has another shape than its parameter.
         """
+        if not isinstance(diagonal, Mapping):
+            raise TypeError(f"feed_curvature takes a dict from parameters to tensors, not a {type(diagonal).__name__}")
         params = list(diagonal)
         measured = self._look_up(params, lambda: self._fed_members(diagonal), of_shards=True)
         parts = measured.checked("diagonal", list(diagonal.values()))
@@ -603,9 +606,8 @@ class AdaHessian(Optimizer):
         members = {member[0]: member for member in self._parameters()}
         for param, values in diagonal.items():
             if param not in members:
-                raise ValueError(
-                    f"a curvature of shape {tuple(values.shape)} was fed for a tensor that is no parameter"
-                )
+                what = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                raise ValueError(f"a curvature {what} was fed for what is no parameter of this optimizer")
         return [members[param] for param in diagonal]
 
     def _parameters(self) -> Iterator[Member]:
