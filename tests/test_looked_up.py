@@ -58,7 +58,7 @@ def replace_state(params, optimizer):
     optimizer.state[params[0]]["exp_avg"].zero_()
 
 
-def swap_states(params, optimizer):
+def let_another_take_over(params, optimizer):
     params[0].data, params[3].data = torch.ones(2, 6), torch.ones(4, 6)
     optimizer.param_groups[0]["params"][0] = params[3]
     optimizer.state[params[3]] = optimizer.state.pop(params[0])
@@ -92,7 +92,7 @@ CHANGES = [
     move_to_another_group,
     freeze,
     replace_state,
-    swap_states,
+    let_another_take_over,
     replace_momentum,
     replace_count,
     other_precision,

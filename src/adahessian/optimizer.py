@@ -13,18 +13,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian import state as states
-from adahessian.averaging import Averaging, Blocks, Estimate, Layout, estimate_all, steadied
+from adahessian.averaging import Averaging, Blocks, Estimate, Layout, steadied
 from adahessian.curvature.errors import CurvatureError
 from adahessian.curvature.graph import check_twice_differentiable
-from adahessian.curvature.hutchinson import accumulation_dtype, as_reals, hessian_diagonal, refuse_sparse
+from adahessian.curvature.hutchinson import as_reals, hessian_diagonal, refuse_sparse
 from adahessian.curvature.loss_scale import calling_scaler, scale_of
-from adahessian.curvature.probes import ProbeKey, rademacher_like, start_of
 from adahessian.curvature.schedule import count_step, is_due, is_long_overdue
 from adahessian.distributed import refuse_several_processes
 from adahessian.fused import FusedTensors, Fusion, Member
 from adahessian.measuring import Measuring
 from adahessian.settings import Beta2Per, validate
-from adahessian.sharding import agreed, local, local_part, over_ranks, refuse_cut_blocks
+from adahessian.sharding import agreed, local, over_ranks, refuse_cut_blocks
 from adahessian.state import Group, State
 from adahessian.stepping import Stepping, picked
 from adahessian.update import update_hessian_rms, update_parameters
@@ -203,30 +202,11 @@ class AdaHessian(Optimizer):
             probe: Number of the probe, from 0 to ``num_probes - 1``.
             out: Contiguous tensors to put it in, of the parameters' dtypes; None makes new ones.
         """
-        measured = self._look_up(
+        return self._look_up(
             self.measured_parameters(),
             lambda: [member for member in self._parameters() if member[0].requires_grad],
             of_shards=False,
-        )
-        signs = list(out) if out is not None else [torch.empty(0)] * len(measured.params)
-        for tensors, members in measured.fused:
-            if out is None:
-                for i in members:
-                    signs[i] = torch.empty_like(measured.params[i], memory_format=torch.contiguous_format)
-            of_groups = [measured.groups[i] for i in members]
-            keys = [start_of(group["seed"], group["measurements"], probe) for group in of_groups]
-            tensors.draw([signs[i] for i in members], keys)
-        drawn = rademacher_like(
-            [measured.params[i] for i in measured.plain],
-            [
-                ProbeKey(measured.groups[i]["seed"], measured.groups[i]["measurements"], measured.positions[i])
-                for i in measured.plain
-            ],
-            probe,
-        )
-        for i, sign in zip(measured.plain, drawn, strict=True):
-            signs[i] = sign if out is None else signs[i].copy_(sign)
-        return signs
+        ).draw(probe, out)
 
     def measured_blocks(self, *, of_shards: bool = False) -> list[Blocks]:
         """The blocks of :meth:`measured_parameters`, or of the shards of these that are on this rank."""
@@ -280,27 +260,9 @@ class AdaHessian(Optimizer):
         if not isinstance(diagonal, Mapping):
             raise TypeError(f"feed_curvature takes a dict from parameters to tensors, not a {type(diagonal).__name__}")
         params = list(diagonal)
-        measured = self._look_up(params, lambda: self._fed_members(diagonal), of_shards=True)
-        parts = measured.checked("diagonal", list(diagonal.values()))
-        slopes = None
-        if gradients is not None:
-            slopes = measured.checked("gradient", [gradients.get(param) for param in params])
-        if measured.is_sharded:
-            parts = list(map(local_part, parts, params))
-            slopes = None if slopes is None else list(map(local_part, slopes, params))
-        measurement: Measurement = {}
-        for tensors, numbers in measured.fused:
-            estimates = tensors.average(
-                [parts[i] for i in numbers], None if slopes is None else [slopes[i] for i in numbers]
-            )
-            measurement |= dict(zip([params[i] for i in numbers], map(Estimate, *estimates), strict=True))
-        found = estimate_all(
-            [measured.blocks[i] for i in measured.plain],
-            [as_reals(parts[i].to(accumulation_dtype(measured.dtypes[i]))) for i in measured.plain],
-            None if slopes is None else [as_reals(slopes[i]) for i in measured.plain],
-            [measured.groups[i]["averaging"] for i in measured.plain],
+        measurement = self._look_up(params, lambda: self._fed_members(diagonal), of_shards=True).estimates(
+            list(diagonal.values()), None if gradients is None else [gradients.get(param) for param in params]
         )
-        measurement |= dict(zip([params[i] for i in measured.plain], found, strict=True))
         for group in self.param_groups:
             if group["steady_start"] and not group["measurements"]:
                 for param in filter(measurement.__contains__, group["params"]):
