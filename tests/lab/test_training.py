@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from adahessian.lab.checkpoints import load_checkpoint, save_checkpoint
 from adahessian.lab.command import main
 from adahessian.lab.runs import find_results
+from adahessian.lab.train import parse_train
 
 SHORT = ["--epochs", "2", "--device", "cpu", "--no-compile"]
 
@@ -57,16 +59,23 @@ def test_every_optimizer_trains_digits(tmp_path, optimizer):
 
 
 def test_settings_are_options_and_name_the_run(tmp_path, capsys):
-    arguments = ["--economical", "--lr", "0.2", "--seeds", "1", "2", "--output", str(tmp_path)]
+    arguments = ["--batch-fraction", "0.25", "--lr", "0.2", "--seeds", "1", "2", "--output", str(tmp_path)]
     main(["train", "digits", *SHORT, *arguments])
     results = list(find_results([tmp_path], pytest.fail))
     assert [result.seed for result in results] == [1, 2]
-    assert {result.name for result in results} == {
-        "adahessian_epochs=2_lr=0.2_update-every=10_measured-epochs=1_batch-fraction=0.25_tangents=bfloat16"
-    }
-    assert results[0].settings["update_every"] == 10
+    assert {result.name for result in results} == {"adahessian_epochs=2_lr=0.2_batch-fraction=0.25"}
+    assert results[0].settings["batch_fraction"] == 0.25
     assert results[0].epochs[0]["train_loss"] != results[1].epochs[0]["train_loss"]
     assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["cifar10-resnet20", "ptb-tensorized"])
+def test_the_economical_settings_make_up_for_the_noise_of_a_quarter(task):
+    paper, cheaper = parse_train([task]).settings, parse_train([task, "--economical"]).settings
+    assert (cheaper.update_every, cheaper.batch_fraction, cheaper.steady_start) == (10, 0.25, True)
+    assert cheaper.lr == pytest.approx(2 * paper.lr, rel=1e-3)
+    assert cheaper.weight_decay == pytest.approx(paper.weight_decay / 2, rel=1e-3)
+    assert parse_train([task, "--economical", "--lr", "0.2"]).settings == replace(cheaper, lr=0.2)
 
 
 def start(output: Path, *arguments: str) -> subprocess.Popen[str]:

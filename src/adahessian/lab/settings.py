@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 OptimizerName = Literal["adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop"]
 OPTIMIZER_NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -61,7 +61,7 @@ OF_ADAHESSIAN = (
 )
 
 # On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
-ECONOMICAL = {
+ECONOMICAL: dict[str, Any] = {
     "update_every": 10,
     "batch_fraction": 0.25,
     "measured_epochs": 1.0,
@@ -158,3 +158,33 @@ class Settings:
             raise SettingsError(f"--betas {self.betas[0]} {self.betas[1]}: both must be from 0 to 1, without 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise SettingsError(f"--clip-norm {self.clip_norm}: it must be above 0; leave it out not to clip")
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def economized(settings: SettingsT) -> SettingsT:
+    """Settings for little curvature, from those for one probe on the whole batch at every step.
+
+    A measurement is mostly noise, so that the curvature goes with 1 / sqrt(examples) and steps with sqrt(examples).
+    What makes up for it, to the four digits that the name of a run has room for, is::
+
+        lr / sqrt(batch_fraction)    and    weight_decay sqrt(batch_fraction)
+
+    Example:
+        >>> less = economized(Settings(epochs=160, batch_size=256, lr=0.15, weight_decay=5e-4 / 0.15))
+        >>> less.update_every, less.batch_fraction, less.steady_start, less.lr, less.weight_decay
+        (10, 0.25, True, 0.3, 0.001667)
+    """
+    quietness = math.sqrt(ECONOMICAL["batch_fraction"])
+    return replace(
+        settings,
+        **ECONOMICAL,
+        steady_start=True,
+        lr=_four_digits(settings.lr / quietness),
+        weight_decay=_four_digits(settings.weight_decay * quietness),
+    )
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import label
-from adahessian.lab.settings import OptimizerName, Settings, SettingsError
+from adahessian.lab.settings import OptimizerName, Settings, SettingsError, SettingsT
 from adahessian.lab.tasks.registry import experiment_named
-from adahessian.lab.tasks.task import SettingsT
 from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, plan_run, run_one
 
 StudyName = Literal[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Generic
@@ -21,9 +21,16 @@ from adahessian.lab.files import TakenError, taken
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
 from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
-from adahessian.lab.settings import ECONOMICAL, OF_ADAHESSIAN, OPTIMIZER_NAMES, OptimizerName, SettingsError
+from adahessian.lab.settings import (
+    OF_ADAHESSIAN,
+    OPTIMIZER_NAMES,
+    OptimizerName,
+    SettingsError,
+    SettingsT,
+    economized,
+)
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
-from adahessian.lab.tasks.task import Experiment, SettingsT
+from adahessian.lab.tasks.task import Experiment
 from adahessian.lab.training import Plan, Precision, StoppedError, train
 from adahessian.lab.watching import LiveWatcher, shown
 
@@ -87,7 +94,8 @@ class Train(Generic[SettingsT]):
     """The optimizer."""
 
     economical: bool = False
-    """AdaHessian on a quarter of the batch at every tenth step, after an epoch of measuring at every step."""
+    """AdaHessian on a quarter of the batch at every tenth step, after an epoch of measuring at every step, with a
+    steady start. The learning rate is twice the task's, and weight decay half of it, as a quarter is noisier."""
 
     seeds: tuple[int, ...] = (1,)
     """Seeds, one run each."""
@@ -295,7 +303,7 @@ def default_settings(task: str, optimizer: Any, *, economical: bool, command: st
         able = ", ".join(experiment.defaults)
         raise SystemExit(f"adahessian {command}: {task} has no settings for {optimizer}; it has for {able}")
     settings = experiment.defaults[optimizer]
-    return replace(settings, **ECONOMICAL) if economical and optimizer == "adahessian" else settings
+    return economized(settings) if economical and optimizer == "adahessian" else settings
 
 
 def option(arguments: Sequence[str], name: str, default: Any) -> Any:

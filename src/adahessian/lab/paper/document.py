@@ -8,7 +8,7 @@ from typing import Any
 
 from adahessian.lab.paper.cells import PaperTable
 from adahessian.lab.paper.overhead import overhead_table, where
-from adahessian.lab.paper.sweeps import ECONOMIES
+from adahessian.lab.paper.sweeps import is_the_same_but_cheaper
 from adahessian.lab.report.curves import task_pictures
 from adahessian.lab.report.document import Details, Document, Paragraph, Part, Section
 from adahessian.lab.report.groups import Group
@@ -106,7 +106,7 @@ def _task(group: Group) -> str:
 
 def _drawn(groups: Sequence[Group]) -> list[Group]:
     """Runs with the paper's settings, and economical ones; a sweep's would bury them."""
-    return [group for group in groups if group.changed.keys() <= ECONOMIES]
+    return [group for group in groups if is_the_same_but_cheaper(group)]
 
 
 def _curve_section(groups: list[Group]) -> Section:

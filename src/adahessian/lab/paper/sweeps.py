@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from adahessian.lab.bench.tables import PAPER_OVERHEAD
 from adahessian.lab.paper.cells import Cell, Cost, Entry, PaperTable
@@ -20,11 +21,11 @@ from adahessian.lab.paper.numbers import (
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, Group
 from adahessian.lab.report.tables import shown_paper
 from adahessian.lab.report.wording import ECONOMICAL_IN_WORDS, in_words
-from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName
+from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName, economized
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
 # Settings of which curvature is measured, when, and how: a run that differs in these alone is the same but cheaper.
-ECONOMIES = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents"})
+_ECONOMIES = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents"})
 
 # Delays that the paper does not have.
 _MORE_DELAYS = (10, 20)
@@ -159,6 +160,15 @@ def _delays(task: str) -> PaperTable:
     )
 
 
+def is_the_same_but_cheaper(group: Group) -> bool:
+    """Whether runs have the paper's settings but for the curvature they measure, or those of ``--economical``."""
+    if group.changed.keys() <= _ECONOMIES:
+        return True
+    defaults = group.experiment.defaults[group.optimizer]
+    own, cheaper = asdict(defaults), asdict(economized(defaults))
+    return group.changed == {name: value for name, value in cheaper.items() if value != own[name]}
+
+
 def _economies(groups: Sequence[Group]) -> PaperTable:
     """Other ways to spend less on curvature, on any task, beside the full AdaHessian and SGD."""
     delayed = [
@@ -169,7 +179,7 @@ def _economies(groups: Sequence[Group]) -> PaperTable:
         (group.experiment.name, tuple(group.changed.items())): group
         for group in groups
         if group.changed
-        and group.changed.keys() <= ECONOMIES
+        and is_the_same_but_cheaper(group)
         and (group.experiment.name, dict(group.changed)) not in delayed
     }
     rows: list[list[Entry]] = []

@@ -16,8 +16,8 @@ from adahessian.lab.data.cifar10 import read_cifar10
 from adahessian.lab.models.resnet import ResNet
 from adahessian.lab.models.resnet18 import ResNet18
 from adahessian.lab.randomness import generator_for
-from adahessian.lab.settings import OptimizerName, Settings
-from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, SettingsT, Task
+from adahessian.lab.settings import OptimizerName, Settings, SettingsT
+from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Task
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 

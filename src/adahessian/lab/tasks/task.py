@@ -11,10 +11,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from adahessian.lab.settings import OptimizerName, Settings
+from adahessian.lab.settings import OptimizerName, SettingsT
 
 Batch = TypeVar("Batch")
-SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
