@@ -18,7 +18,7 @@ from adahessian.lab.report.markdown import markdown, table_text
 from adahessian.lab.report.tables import task_table
 from adahessian.lab.report.wording import group_title
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES
+from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES, economies
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
 STEPS = 196
@@ -400,15 +400,22 @@ def test_runs_of_another_length_have_a_section_of_their_own():
 
 
 def test_economical_runs_are_called_so_and_stand_before_their_variants():
-    variants = [{"num_probes": 4}, {"batch_fraction": 1.0}, {}, {"batch_fraction": 0.125}]
-    groups = group_runs([make_run("adahessian", **(ECONOMICAL | variant)) for variant in variants])
+    preset = economies(EXPERIMENTS["cifar10-resnet20"].defaults["adahessian"])
+    changed = {
+        "economical": preset,
+        "economical, 4 probes": preset | {"num_probes": 4},
+        "economical, but on the whole batch": preset | {"batch_fraction": 1.0},
+        "economical, lr 0.2": preset | {"lr": 0.2},
+        "economical, the task's own steady start": preset | {"steady_start": False},
+        "economical, uncorrected": ECONOMICAL,
+        "economical, uncorrected, but on 12.5% of the batch": ECONOMICAL | {"batch_fraction": 0.125},
+        "economical, uncorrected, weight decay 0.001, steady start": ECONOMICAL
+        | {"weight_decay": 0.001, "steady_start": True},
+    }
+    groups = group_runs([make_run("adahessian", **of_one) for of_one in reversed(changed.values())])
     titles = [group_title(group, with_conditions=False) for group in groups]
     assert titles[0] == "AdaHessian, economical"
-    assert set(titles[1:]) == {
-        "AdaHessian, economical, 4 probes",
-        "AdaHessian, economical but on the whole batch",
-        "AdaHessian, economical but on 12.5% of the batch",
-    }
+    assert sorted(titles) == sorted(f"AdaHessian, {title}" for title in changed)
     text = markdown(make_document(groups))
     assert "Economical: curvature every 10 steps on 25% of the batch after 1 epoch of every step" in text
     assert "All on cuda in tf32, compiled.\n" in text, "not all are economical alike"
@@ -416,7 +423,8 @@ def test_economical_runs_are_called_so_and_stand_before_their_variants():
 
 def test_what_is_economical_in_part_is_said_in_full():
     in_part = make_run("adahessian", update_every=10, batch_fraction=0.25)
-    for others in ([], [make_run("adahessian", **ECONOMICAL)]):
+    economical = make_run("adahessian", **economies(EXPERIMENTS["cifar10-resnet20"].defaults["adahessian"]))
+    for others in ([], [economical]):
         group = group_runs([in_part, *others])[-1]
         assert group_title(group, with_conditions=False) == "AdaHessian, curvature every 10 steps on 25% of the batch"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 OptimizerName = Literal["adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop"]
@@ -184,6 +184,12 @@ def economized(settings: SettingsT) -> SettingsT:
         lr=_four_digits(settings.lr / quietness),
         weight_decay=_four_digits(settings.weight_decay * quietness),
     )
+
+
+def economies(settings: Settings) -> dict[str, Any]:
+    """What being economical changes in settings."""
+    own, cheaper = asdict(settings), asdict(economized(settings))
+    return {name: value for name, value in cheaper.items() if value != own[name]}
 
 
 def _four_digits(value: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 
 from adahessian.lab.bench.tables import PAPER_OVERHEAD
 from adahessian.lab.paper.cells import Cell, Cost, Entry, PaperTable
@@ -21,11 +20,11 @@ from adahessian.lab.paper.numbers import (
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, Group
 from adahessian.lab.report.tables import shown_paper
 from adahessian.lab.report.wording import ECONOMICAL_IN_WORDS, in_words
-from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName, economized
+from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
 # Settings of which curvature is measured, when, and how: a run that differs in these alone is the same but cheaper.
-_ECONOMIES = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents"})
+_OF_MEASURING = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents"})
 
 # Delays that the paper does not have.
 _MORE_DELAYS = (10, 20)
@@ -162,11 +161,7 @@ def _delays(task: str) -> PaperTable:
 
 def is_the_same_but_cheaper(group: Group) -> bool:
     """Whether runs have the paper's settings but for the curvature they measure, or those of ``--economical``."""
-    if group.changed.keys() <= _ECONOMIES:
-        return True
-    defaults = group.experiment.defaults[group.optimizer]
-    own, cheaper = asdict(defaults), asdict(economized(defaults))
-    return group.changed == {name: value for name, value in cheaper.items() if value != own[name]}
+    return group.changed.keys() <= _OF_MEASURING or group.changed == group.economies
 
 
 def _economies(groups: Sequence[Group]) -> PaperTable:
@@ -188,7 +183,7 @@ def _economies(groups: Sequence[Group]) -> PaperTable:
         cheaper = Cell(task=group.experiment.name, optimizer="adahessian", settings=group.changed)
         rows.append(
             [
-                f"{group.experiment.title}: {in_words(group.changed)}",
+                f"{group.experiment.title}: {in_words(group.changed, group.economies)}",
                 group.experiment.metric.title,
                 cheaper,
                 full,

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings
+from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings, economies
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment
 
@@ -71,6 +71,11 @@ class Group:
         """How many epochs it has, if these are not the task's own. What has more is not to be compared with it."""
         epochs: int | None = self.changed.get("epochs")
         return epochs
+
+    @property
+    def economies(self) -> Mapping[str, Any]:
+        """What ``--economical`` changes in the task's own settings."""
+        return economies(self.experiment.defaults[self.optimizer])
 
     @property
     def finished(self) -> list[Result]:
@@ -136,7 +141,7 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
             tasks.index(group.experiment.name),
             group.budget or 0,
             OPTIMIZER_ORDER.index(group.optimizer),
-            _choices(group.changed),
+            _choices(group),
             [(name, _sortable(value)) for name, value in group.changed.items()],
             group.name,
             _text(group.conditions),
@@ -177,14 +182,15 @@ def _telling(group: Group, common: Container[str]) -> Group:
 
 def _common(groups: Sequence[Group]) -> set[str]:
     """The settings that several groups have alike, or leave alike at the task's own."""
-    names = {*ECONOMICAL, *(name for group in groups for name in group.changed)}
+    together = {name for group in groups for name in group.economies}
+    names = together.union(*(group.changed for group in groups))
     common = {
         name
         for name in names
         if len(groups) > 1 and all(_same(group.changed, groups[0].changed, name) for group in groups)
     }
-    if any(is_economical(group.changed) for group in groups) and not common >= ECONOMICAL.keys():
-        common -= ECONOMICAL.keys()  # read as one phrase, these are said together or not at all
+    if any(is_economical(group.changed) for group in groups) and not common >= together:
+        common -= together  # read as one phrase, these are said together or not at all
     return common
 
 
@@ -193,17 +199,17 @@ def _same(some: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool
 
 
 def is_economical(changed: Mapping[str, Any]) -> bool:
-    """Whether settings are those of ``--economical``, but for the part of the batch, and whatever they are besides."""
+    """Whether curvature is measured as by ``--economical``, but for the part of the batch."""
     return all(
         name in changed and changed[name] == value for name, value in ECONOMICAL.items() if name != "batch_fraction"
     )
 
 
-def _choices(changed: Mapping[str, Any]) -> int:
+def _choices(group: Group) -> int:
     """How many choices made these settings from a task's own; ``--economical`` is one."""
-    if not is_economical(changed):
-        return len(changed)
-    return 1 + sum(not _same(changed, ECONOMICAL, name) for name in {*changed, *ECONOMICAL})
+    if not is_economical(group.changed):
+        return len(group.changed)
+    return 1 + sum(not _same(group.changed, group.economies, name) for name in {*group.changed, *group.economies})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:

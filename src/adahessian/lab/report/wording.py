@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,26 +28,44 @@ _WORDS = {
 _PHRASE = ("update_every", "batch_fraction", "measured_epochs")
 
 
-def in_words(changed: Mapping[str, Any]) -> str:
+def in_words(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> str:
     """Settings that are not a task's own.
 
+    Args:
+        changed: Their names and values.
+        economies: What being economical changes in the task's own.
+
     Example:
-        >>> in_words({"lr": 0.3, "update_every": 10, "batch_fraction": 0.25})
+        >>> in_words({"lr": 0.3, "update_every": 10, "batch_fraction": 0.25}, {})
         'curvature every 10 steps on 25% of the batch, lr 0.3'
-        >>> in_words({**ECONOMICAL, "num_probes": 4})
+        >>> economies = {**ECONOMICAL, "steady_start": True, "lr": 0.3}
+        >>> in_words({**economies, "num_probes": 4}, economies)
         'economical, 4 probes'
+        >>> in_words({**ECONOMICAL, "batch_fraction": 0.5, "steady_start": True}, economies)
+        'economical, uncorrected, but on 50% of the batch, steady start'
     """
     if is_economical(changed):
-        fraction = changed.get("batch_fraction", 1.0)
-        phrase = "economical"
-        if fraction != ECONOMICAL["batch_fraction"]:
-            phrase += " but " + _one("batch_fraction", fraction)
-        said: Container[str] = ECONOMICAL.keys()
+        phrase, said = _economically(changed, economies)
     else:
-        phrase = " ".join(_one(name, changed[name]) for name in _PHRASE if name in changed)
-        said = _PHRASE
+        phrase, said = " ".join(_one(name, changed[name]) for name in _PHRASE if name in changed), {*_PHRASE}
     others = [_one(name, value) for name, value in changed.items() if name not in said]
     return ", ".join(filter(None, [phrase, *others]))
+
+
+def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """What is measured as by ``--economical``, and the settings that need not be said of it any more."""
+    phrases, said = ["economical"], {*ECONOMICAL}
+    if "lr" in economies and "lr" not in changed:
+        phrases.append("uncorrected")
+    else:
+        said |= {name for name, value in economies.items() if changed.get(name) == value}
+        phrases += [
+            f"the task's own {name.replace('_', ' ')}" for name in economies if name not in {*changed, *ECONOMICAL}
+        ]
+    fraction = changed.get("batch_fraction", 1.0)
+    if fraction != ECONOMICAL["batch_fraction"]:
+        phrases.append("but " + _one("batch_fraction", fraction))
+    return ", ".join(phrases), said
 
 
 def _plainly(changed: Mapping[str, Any]) -> str:
@@ -71,7 +89,10 @@ def _one(name: str, value: Any) -> str:
     return _WORDS.get(name, name.replace("_", " ") + " {}").format(shown)
 
 
-ECONOMICAL_IN_WORDS = f"Economical: {_plainly(ECONOMICAL)} where compiled."
+ECONOMICAL_IN_WORDS = (
+    f"Economical: {_plainly(ECONOMICAL)} where compiled, a steady start, twice the task's own lr and half its weight "
+    "decay. Uncorrected: the task's own lr and weight decay and no steady start, if nothing else is said of them."
+)
 
 
 def section_title(group: Group) -> str:
@@ -117,7 +138,7 @@ def group_title(group: Group, *, with_conditions: bool) -> str:
     return ", ".join(
         [
             OPTIMIZER_TITLES[group.optimizer],
-            *filter(None, [in_words(group.distinctive)]),
+            *filter(None, [in_words(group.distinctive, group.economies)]),
             *([f"“{group.name}”"] if _named_by_user(group) else []),
             *([under(group.conditions)] if with_conditions else []),
         ]
