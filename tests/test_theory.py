@@ -181,10 +181,12 @@ def test_steps_of_weights_before_a_norm_grow_with_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("batch_fraction", "num_probes", "expected"), [(0.25, 1, 2.0), (0.125, 1, 8**0.5), (0.25, 4, 1.0), (1.0, 4, 0.5)]
+    ("batch_fraction", "num_probes", "expected", "expected_of_alike"),
+    [(0.25, 1, 2.0, 1.0), (0.125, 1, 8**0.5, 1.0), (0.25, 4, 1.0, 0.5), (1.0, 4, 0.5, 0.5)],
 )
-def test_curvature_is_mostly_noise_which_goes_with_the_root_of_examples_and_probes(
-    batch_fraction, num_probes, expected
+@pytest.mark.parametrize("alike", [False, True], ids=["examples differ", "examples are alike"])
+def test_noise_goes_with_the_root_of_probes_and_of_examples_that_differ(
+    batch_fraction, num_probes, expected, expected_of_alike, alike
 ):
     def size(fraction, probes):
         torch.manual_seed(0)
@@ -196,11 +198,14 @@ def test_curvature_is_mostly_noise_which_goes_with_the_root_of_examples_and_prob
         )
         generator = torch.Generator().manual_seed(1)
         for _ in range(30):
-            curvature.measure((torch.randn(64, 20, generator=generator), torch.randint(10, (64,), generator=generator)))
+            examples = (torch.randn(64, 20, generator=generator), torch.randint(10, (64,), generator=generator))
+            curvature.measure(
+                tuple(part[:1].repeat(64, *[1] * (part.dim() - 1)) for part in examples) if alike else examples
+            )
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
             optimizer.step()
         return torch.stack([optimizer.state[weight]["hessian_rms"].log().mean().exp() for weight in weights])
 
     ratio = size(batch_fraction, num_probes) / size(1.0, 1)
-    torch.testing.assert_close(ratio, torch.full((2,), expected), rtol=0.1, atol=0)
+    torch.testing.assert_close(ratio, torch.full((2,), expected_of_alike if alike else expected), rtol=0.1, atol=0)

@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings, economies
+from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment
 
@@ -75,7 +75,8 @@ class Group:
     @property
     def economies(self) -> Mapping[str, Any]:
         """What ``--economical`` changes in the task's own settings."""
-        return economies(self.experiment.defaults[self.optimizer])
+        own, cheaper = asdict(self.experiment.defaults["adahessian"]), asdict(self.experiment.economical)
+        return {name: value for name, value in cheaper.items() if value != own[name]}
 
     @property
     def finished(self) -> list[Result]:

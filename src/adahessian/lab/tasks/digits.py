@@ -118,6 +118,7 @@ EXPERIMENTS: tuple[Experiment[Settings], ...] = (
         curve=_ACCURACY,
         metric=_ACCURACY,
         defaults=_DEFAULTS,
+        slice_noise=2.0,
         notes=(
             "Not in the paper. Network, split and learning rates are those of adahessian demo, which searched them for "
             "runs of ten epochs by cross-validation within the training digits; there without the warm-up that all "

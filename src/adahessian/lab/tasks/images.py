@@ -283,6 +283,7 @@ def _cifar10_experiment(depth: int, paper: dict[OptimizerName, PaperNumber]) -> 
         defaults=_defaults(
             Settings, decay=5e-4, epochs=160, batch_size=256, schedule="steps", decay_epochs=(80, 120), decay_factor=0.1
         ),
+        slice_noise=2.0,
         notes=(
             "The learning rate falls after epochs 80 and 120, as the paper says. The authors' script decays one epoch "
             "earlier, since it steps its schedule before the epoch.",

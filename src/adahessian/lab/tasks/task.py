@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from adahessian.lab.settings import OptimizerName, SettingsT
+from adahessian.lab.settings import OptimizerName, SettingsT, economized
 
 Batch = TypeVar("Batch")
 
@@ -144,6 +144,9 @@ class Experiment(Generic[SettingsT]):
     defaults: Mapping[OptimizerName, SettingsT]
     """The paper's settings for each optimizer, or ours where the paper gives none."""
 
+    slice_noise: float = 1.0
+    """How many times as large AdaHessian's curvature comes out on the quarter of a batch that it is economical with."""
+
     notes: tuple[str, ...] = ()
     """Where settings come from that are not the paper's, and what else to know."""
 
@@ -158,3 +161,8 @@ class Experiment(Generic[SettingsT]):
 
     load: Callable[[SettingsT, Place], Task[Any]]
     """Reads the data and gives the task. Raises :class:`adahessian.lab.data.errors.DataError`."""
+
+    @property
+    def economical(self) -> SettingsT:
+        """AdaHessian's settings for little curvature."""
+        return economized(self.defaults["adahessian"], noise=self.slice_noise)
