@@ -11,7 +11,7 @@ import tyro
 from adahessian.lab.files import write_json
 from adahessian.lab.report.command import Report, make_document
 from adahessian.lab.report.costs import step_seconds, step_time
-from adahessian.lab.report.curves import COLOURS, task_pictures
+from adahessian.lab.report.curves import COLOURS, plainest, task_pictures
 from adahessian.lab.report.document import Details, Table
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, changed_settings, group_runs
 from adahessian.lab.report.markdown import markdown, table_text
@@ -397,6 +397,20 @@ def test_runs_of_another_length_have_a_section_of_their_own():
     assert "not the task's own: decay after epochs 8 12." in shorter.parts[0].text
     files = [picture.file for picture in make_document(groups).pictures]
     assert len(set(files)) == len(files)
+
+
+def test_a_plot_has_no_more_curves_than_can_be_told_apart():
+    plain = [make_run(name) for name in ("sgd", "adamw", "adahessian")]
+    pairs = [make_run("adahessian", update_every=every, measured_epochs=5.0) for every in range(2, 6)]
+    drawn = plainest(group_runs([*plain, *pairs]))
+    assert len(drawn) == 7
+    triples = [make_run("adahessian", update_every=every, measured_epochs=5.0, lr=0.2) for every in range(2, 6)]
+    groups = group_runs([*plain, *pairs, *triples])
+    assert [group.name for group in plainest(groups)] == [group.name for group in drawn], "triples go together"
+    picture = next(task_pictures(groups))
+    assert picture.draw("light").legends[0].get_title().get_text() == "7 of 11; the table has them all"
+    sweep = group_runs([make_run("adahessian", lr=lr / 10) for lr in range(1, 13)])
+    assert len(plainest(sweep)) == 8
 
 
 def economies_of(task):

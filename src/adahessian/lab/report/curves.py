@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from adahessian.lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from adahessian.lab.report.costs import hardware
 from adahessian.lab.report.document import Picture
-from adahessian.lab.report.groups import Group
+from adahessian.lab.report.groups import Group, choices
 from adahessian.lab.report.tables import differ_in_conditions
 from adahessian.lab.report.themes import Theme, style
 from adahessian.lab.report.wording import group_title, section_anchor, section_title
@@ -39,8 +39,9 @@ _LINES = ("-", "--", "-.", ":")
 
 _TRAIN_LOSS = Metric(name="train_loss", title="training loss", higher_is_better=False)
 
-# With more choices than this, the lines of single seeds are left out: nobody could follow them.
-_MOST_WITH_SEEDS = 8
+# With more choices than this, the lines of single seeds are left out, and then whole choices: nobody could follow them.
+_MOST_WITH_SEEDS = 6
+_MOST = 8
 
 _TITLE_WIDTH = 62
 
@@ -67,8 +68,23 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
                 yield Picture(
                     file=f"{section_anchor(groups[0])}-{metric.name.replace('_', '-')}-by-{by}.png",
                     caption=f"{section_title(groups[0])}: {metric.title} by {by}",
-                    draw=partial(_draw, shown, metric, by),
+                    draw=partial(_draw, plainest(shown), len(shown), metric, by),
                 )
+
+
+def plainest(groups: Sequence[Group]) -> list[Group]:
+    """As many as a plot can hold, of those with the fewest settings of their own; what has as many stays together."""
+    if len(groups) <= _MOST:
+        return list(groups)
+
+    def own(group: Group) -> int:
+        return choices(group.distinctive, group.economies)
+
+    ranked = sorted(groups, key=own)
+    fewer_than = own(ranked[_MOST])
+    # Nothing but single choices is a sweep, of which a part says more than nothing.
+    kept = ranked[:_MOST] if fewer_than <= 1 else [group for group in ranked if own(group) < fewer_than]
+    return [group for group in groups if group in kept]
 
 
 def _looks(groups: Sequence[Group], theme: Theme) -> Iterator[tuple[Group, dict[str, Any]]]:
@@ -86,7 +102,7 @@ def _towards_white(colour: str, share: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Figure:
+def _draw(groups: Sequence[Group], of: int, metric: Metric, by: str, theme: Theme) -> Figure:
     with matplotlib.rc_context(style(theme)):
         named = differ_in_conditions(groups)
         titles = [textwrap.fill(group_title(group, with_conditions=named), 34) for group in groups]
@@ -107,7 +123,8 @@ def _draw(groups: Sequence[Group], metric: Metric, by: str, theme: Theme) -> Fig
         if by == "epoch" and (corner := _end_in_corner(axes, groups, metric)) is not None:
             for group, look in _looks(groups, theme):
                 _draw_group(corner, group, metric, by, length, look, "", seeds=seeds)
-        figure.legend(loc="outside lower center", ncols=2)
+        left_out = None if of == len(groups) else f"{len(groups)} of {of}; the table has them all"
+        figure.legend(loc="outside lower center", ncols=2, title=left_out)
     return figure
 
 

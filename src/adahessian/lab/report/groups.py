@@ -142,7 +142,7 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
             tasks.index(group.experiment.name),
             group.budget or 0,
             OPTIMIZER_ORDER.index(group.optimizer),
-            _choices(group),
+            choices(group.changed, group.economies),
             [(name, _sortable(value)) for name, value in group.changed.items()],
             group.name,
             _text(group.conditions),
@@ -206,11 +206,11 @@ def is_economical(changed: Mapping[str, Any]) -> bool:
     )
 
 
-def _choices(group: Group) -> int:
-    """How many choices made these settings from a task's own; ``--economical`` is one."""
-    if not is_economical(group.changed):
-        return len(group.changed)
-    return 1 + sum(not _same(group.changed, group.economies, name) for name in {*group.changed, *group.economies})
+def choices(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> int:
+    """How many choices made settings from a task's own; ``--economical`` is one."""
+    if not is_economical(changed):
+        return len(changed)
+    return 1 + sum(not _same(changed, economies, name) for name in {*changed, *economies})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:
