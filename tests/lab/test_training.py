@@ -76,6 +76,7 @@ def test_the_economical_settings_make_up_for_the_noise_of_a_quarter(task, noise)
     assert cheaper.lr == pytest.approx(paper.lr * noise, rel=1e-3)
     assert cheaper.weight_decay == pytest.approx(paper.weight_decay / noise, rel=1e-3)
     assert parse_train([task, "--economical", "--lr", "0.2"]).settings == replace(cheaper, lr=0.2)
+    assert parse_train([task, "--economical", "--no-economical"]).settings == paper
 
 
 def start(output: Path, *arguments: str) -> subprocess.Popen[str]:

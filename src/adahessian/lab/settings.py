@@ -169,7 +169,7 @@ def economized(settings: SettingsT, *, noise: float) -> SettingsT:
     Where curvature comes out larger on a part of the batch, steps are as much shorter. What makes up for it, to the
     four digits that the name of a run has room for, is::
 
-        lr * noise    and    weight_decay / noise
+        lr * noise^k    and    weight_decay / noise^k
 
     Args:
         settings: The settings.
@@ -181,7 +181,8 @@ def economized(settings: SettingsT, *, noise: float) -> SettingsT:
         (10, 0.25, True, 0.3, 0.001667)
     """
     if noise != 1:
-        lr, weight_decay = _four_digits(settings.lr * noise), _four_digits(settings.weight_decay / noise)
+        longer = noise**settings.hessian_power
+        lr, weight_decay = _four_digits(settings.lr * longer), _four_digits(settings.weight_decay / longer)
         settings = replace(settings, lr=lr, weight_decay=weight_decay)
     return replace(settings, **ECONOMICAL, steady_start=True)
 

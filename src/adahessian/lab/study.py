@@ -13,7 +13,7 @@ from adahessian.lab.processes import is_first
 from adahessian.lab.runs import label
 from adahessian.lab.settings import OptimizerName, Settings, SettingsError, SettingsT
 from adahessian.lab.tasks.registry import experiment_named
-from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, plan_run, run_one
+from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, plan_run, run_one, wants_economy
 
 StudyName = Literal[
     "delay",
@@ -107,7 +107,8 @@ class Study(Generic[SettingsT]):
     """Seeds, one run each."""
 
     economical: bool = False
-    """Vary around AdaHessian on a quarter of the batch at every tenth step, not around the paper's setting."""
+    """Vary around the economical settings of `adahessian train`, not around the paper's. Their learning rate and weight
+    decay stay as they are for a quarter of the batch and one probe, whatever is varied."""
 
     session: Annotated[Session, tyro.conf.arg(name="")] = field(default_factory=Session)
 
@@ -132,7 +133,7 @@ class Study(Generic[SettingsT]):
 def parse_study(arguments: Sequence[str]) -> Study[Any]:
     """Parse the arguments after ``adahessian study``. Settings default to the paper's for the task."""
     task = option(arguments, "--task", DEFAULT_TASK)
-    settings = default_settings(task, "adahessian", economical="--economical" in arguments, command="study")
+    settings = default_settings(task, "adahessian", economical=wants_economy(arguments), command="study")
     kind: Any = Study[type(settings)]  # type: ignore[misc]
     # Only the study itself must be named.
     default = Study(study=tyro.MISSING, task=task, settings=settings)

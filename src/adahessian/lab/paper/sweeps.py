@@ -24,7 +24,7 @@ from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
 # Settings of which curvature is measured, when, and how: a run that differs in these alone is the same but cheaper.
-_OF_MEASURING = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents"})
+_OF_MEASURING = frozenset({"update_every", "measured_epochs", "batch_fraction", "tangents", "steady_start"})
 
 # Delays that the paper does not have.
 _MORE_DELAYS = (10, 20)

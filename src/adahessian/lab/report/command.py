@@ -36,7 +36,7 @@ _INTRODUCTION = (
     "the mean over the last epoch. The time of a step, which stands with runs that had their device to themselves, is "
     "the median over the epochs but the first, which compiles, and is set against runs on the same hardware in the "
     "same precision. The numbers of the paper are those of Yao et al., “ADAHESSIAN: An Adaptive Second Order Optimizer "
-    "for Machine Learning”."
+    "for Machine Learning”. Commands are those of the commits beside them: options may have changed since."
 )
 
 
@@ -76,6 +76,8 @@ class Report:
             for part in section.parts:
                 if isinstance(part, Table):
                     console.print(terminal_table(part, console.width))
+                elif isinstance(part, Paragraph) and part is section.parts[0]:
+                    tell(part.text)  # what the rows have in common, and so do not say
         try:
             self._write(document)
         except OSError as error:

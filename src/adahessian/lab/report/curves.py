@@ -73,18 +73,12 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
 
 
 def plainest(groups: Sequence[Group]) -> list[Group]:
-    """As many as a plot can hold, of those with the fewest settings of their own; what has as many stays together."""
-    if len(groups) <= _MOST:
-        return list(groups)
+    """As many as a plot can hold: those with the most seeds, and of these with the fewest settings of their own."""
 
-    def own(group: Group) -> int:
-        return choices(group.distinctive, group.economies)
+    def rank(place: int) -> tuple[int, int]:
+        return -len(groups[place].runs), choices(groups[place].distinctive, groups[place].economies)
 
-    ranked = sorted(groups, key=own)
-    fewer_than = own(ranked[_MOST])
-    # Nothing but single choices is a sweep, of which a part says more than nothing.
-    kept = ranked[:_MOST] if fewer_than <= 1 else [group for group in ranked if own(group) < fewer_than]
-    return [group for group in groups if group in kept]
+    return [groups[place] for place in sorted(sorted(range(len(groups)), key=rank)[:_MOST])]
 
 
 def _looks(groups: Sequence[Group], theme: Theme) -> Iterator[tuple[Group, dict[str, Any]]]:

@@ -41,8 +41,8 @@ def in_words(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> str:
         >>> economies = {**ECONOMICAL, "steady_start": True, "lr": 0.3}
         >>> in_words({**economies, "num_probes": 4}, economies)
         'economical, 4 probes'
-        >>> in_words({**ECONOMICAL, "batch_fraction": 0.5, "steady_start": True}, economies)
-        'economical, uncorrected, but on 50% of the batch, steady start'
+        >>> in_words({**ECONOMICAL, "batch_fraction": 0.5}, economies)
+        'economical, but on 50% of the batch, uncorrected'
     """
     if is_economical(changed):
         phrase, said = _economically(changed, economies)
@@ -54,20 +54,19 @@ def in_words(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> str:
 
 def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[str, set[str]]:
     """What is measured as by ``--economical``, and the settings that need not be said of it any more."""
-    phrases, said = ["economical"], {*ECONOMICAL}
-    if "lr" in economies and "lr" not in changed:
-        phrases.append("uncorrected")
-    else:
-        said |= {name for name, value in economies.items() if changed.get(name) == value}
-        phrases += [
-            "no steady start" if name == "steady_start" else f"the task's own {name.replace('_', ' ')}"
-            for name in economies
-            if name not in {*changed, *ECONOMICAL}
-        ]
+    phrases = ["economical"]
     fraction = changed.get("batch_fraction", 1.0)
     if fraction != ECONOMICAL["batch_fraction"]:
         phrases.append("but " + _one("batch_fraction", fraction))
-    return ", ".join(phrases), said
+    corrections = [name for name in economies if name not in ECONOMICAL]
+    lacking = [name for name in corrections if name not in changed]
+    if lacking == corrections and len(corrections) > 1:
+        phrases.append("uncorrected")
+    else:
+        own = [name.replace("_", " ") for name in lacking if name != "steady_start"]
+        phrases += [f"the task's own {' and '.join(own)}"] * bool(own)
+        phrases += ["no steady start"] * ("steady_start" in lacking)
+    return ", ".join(phrases), {*ECONOMICAL, *(name for name in corrections if changed.get(name) == economies[name])}
 
 
 def _plainly(changed: Mapping[str, Any]) -> str:
@@ -93,8 +92,7 @@ def _one(name: str, value: Any) -> str:
 
 ECONOMICAL_IN_WORDS = (
     f"Economical: {_plainly(ECONOMICAL)} where compiled, a steady start, and on CIFAR-10 and digits twice the task's "
-    "own lr and half its weight decay. Uncorrected: the task's own lr and weight decay and no steady start, if nothing "
-    "else is said of them."
+    "own lr and half its weight decay. Uncorrected: none of the last three."
 )
 
 
