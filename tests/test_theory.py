@@ -4,7 +4,10 @@ For alpha I <= H <= beta I, one step of size alpha^k / beta along H^-k g, D^-k g
 least alpha^k / (2 beta^(1+k)) |g|^2.
 """
 
+import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +212,21 @@ def test_noise_goes_with_the_root_of_probes_and_of_examples_that_differ(
 
     ratio = size(batch_fraction, num_probes) / size(1.0, 1)
     torch.testing.assert_close(ratio, torch.full((2,), expected_of_alike if alike else expected), rtol=0.1, atol=0)
+
+
+def test_the_documented_way_to_find_the_noise_of_a_model_leaves_it_alone():
+    text = (Path(__file__).parents[1] / "docs" / "algorithm.md").read_text()
+    (snippet,) = re.findall(r"```python\n(def sizes.*?)```", text, re.DOTALL)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 10))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = {
+        "model": model,
+        "loss_fn": lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        "loader": ((torch.randn(64, 20), torch.randint(10, (64,))) for _ in itertools.count()),
+        **{name: __import__(name) for name in ("adahessian", "copy", "itertools", "statistics")},
+    }
+    exec(snippet, names)  # noqa: S102
+    assert 1 < names["statistics"].median(names["ratios"]) < 2.5
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())

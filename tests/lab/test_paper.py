@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from test_report import column, economies_of, make_run, write
+from test_report import ECONOMICAL_ON_CIFAR, column, make_run, write
 from torch import nn
 from torch.func import functional_call
 
@@ -78,7 +78,7 @@ def test_delays_and_their_costs():
             make_run("adahessian", accuracy=10.0, update_every=4, measured_epochs=5.0, batch_fraction=0.25),
             # With a learning rate of its own, and with that of --economical.
             make_run("adahessian", accuracy=20.0, update_every=3, lr=0.2),
-            make_run("adahessian", accuracy=30.0, **economies_of("cifar10-resnet20")),
+            make_run("adahessian", accuracy=30.0, **ECONOMICAL_ON_CIFAR),
         ]
     )
     table = table_of("Table 8: Hessian every so many steps, ResNet20", groups)

@@ -161,7 +161,7 @@ def _delays(task: str) -> PaperTable:
 
 def is_the_same_but_cheaper(group: Group) -> bool:
     """Whether runs have the paper's settings but for the curvature they measure, or those of ``--economical``."""
-    return group.changed.keys() <= _OF_MEASURING or group.changed == group.economies
+    return group.changed.keys() <= _OF_MEASURING or group.changed == group.experiment.economies
 
 
 def _economies(groups: Sequence[Group]) -> PaperTable:
@@ -183,7 +183,7 @@ def _economies(groups: Sequence[Group]) -> PaperTable:
         cheaper = Cell(task=group.experiment.name, optimizer="adahessian", settings=group.changed)
         rows.append(
             [
-                f"{group.experiment.title}: {in_words(group.changed, group.economies)}",
+                f"{group.experiment.title}: {in_words(group.changed, group.experiment.economies)}",
                 group.experiment.metric.title,
                 cheaper,
                 full,

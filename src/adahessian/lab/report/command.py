@@ -122,7 +122,7 @@ def _section(
     said = {*groups[0].distinctive, "epochs"}
     common = {name: value for name, value in groups[0].changed.items() if name not in said}
     if common:
-        of_all.append(f"In all of them, and not the task's own: {in_words(common, groups[0].economies)}.")
+        of_all.append(f"In all of them, and not the task's own: {in_words(common, groups[0].experiment.economies)}.")
     if of_all:
         parts.append(Paragraph(" ".join(of_all)))
     parts.append(task_table(groups, of_task))

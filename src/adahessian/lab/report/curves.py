@@ -61,14 +61,15 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
         return
-    timed = [group for group in groups if any(not run.shared for run in group.runs)]
+    drawn = plainest(groups)
+    timed = [group for group in drawn if any(not run.shared for run in group.runs)]
     for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS)):
-        for by, shown in (("epoch", groups), ("time", timed)):
+        for by, shown in (("epoch", drawn), ("time", timed)):
             if shown:
                 yield Picture(
                     file=f"{section_anchor(groups[0])}-{metric.name.replace('_', '-')}-by-{by}.png",
                     caption=f"{section_title(groups[0])}: {metric.title} by {by}",
-                    draw=partial(_draw, plainest(shown), len(shown), metric, by),
+                    draw=partial(_draw, shown, len(groups), metric, by),
                 )
 
 
@@ -76,7 +77,7 @@ def plainest(groups: Sequence[Group]) -> list[Group]:
     """As many as a plot can hold: those with the most seeds, and of these with the fewest settings of their own."""
 
     def rank(place: int) -> tuple[int, int]:
-        return -len(groups[place].runs), choices(groups[place].distinctive, groups[place].economies)
+        return -len(groups[place].runs), choices(groups[place].distinctive, groups[place].experiment.economies)
 
     return [groups[place] for place in sorted(sorted(range(len(groups)), key=rank)[:_MOST])]
 
@@ -117,7 +118,7 @@ def _draw(groups: Sequence[Group], of: int, metric: Metric, by: str, theme: Them
         if by == "epoch" and (corner := _end_in_corner(axes, groups, metric)) is not None:
             for group, look in _looks(groups, theme):
                 _draw_group(corner, group, metric, by, length, look, "", seeds=seeds)
-        left_out = None if of == len(groups) else f"{len(groups)} of {of}; the table has them all"
+        left_out = None if of == len(groups) else f"{len(groups)} of {of} choices of settings"
         figure.legend(loc="outside lower center", ncols=2, title=left_out)
     return figure
 

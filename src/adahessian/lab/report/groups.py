@@ -73,12 +73,6 @@ class Group:
         return epochs
 
     @property
-    def economies(self) -> Mapping[str, Any]:
-        """What ``--economical`` changes in the task's own settings."""
-        own, cheaper = asdict(self.experiment.defaults["adahessian"]), asdict(self.experiment.economical)
-        return {name: value for name, value in cheaper.items() if value != own[name]}
-
-    @property
     def finished(self) -> list[Result]:
         """The runs that have a result."""
         return [run for run in self.runs if not _diverged(run, self.experiment.metric.name)]
@@ -142,7 +136,7 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
             tasks.index(group.experiment.name),
             group.budget or 0,
             OPTIMIZER_ORDER.index(group.optimizer),
-            choices(group.changed, group.economies),
+            choices(group.changed, group.experiment.economies),
             [(name, _sortable(value)) for name, value in group.changed.items()],
             group.name,
             _text(group.conditions),
@@ -183,8 +177,8 @@ def _telling(group: Group, common: Container[str]) -> Group:
 
 def _common(groups: Sequence[Group]) -> set[str]:
     """The settings that several groups have alike, or leave alike at the task's own."""
-    together = {name for group in groups for name in group.economies}
-    names = together.union(*(group.changed for group in groups))
+    together = groups[0].experiment.economies.keys()
+    names = {*together, *(name for group in groups for name in group.changed)}
     common = {
         name
         for name in names
@@ -207,10 +201,12 @@ def is_economical(changed: Mapping[str, Any]) -> bool:
 
 
 def choices(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> int:
-    """How many choices made settings from a task's own; ``--economical`` is one."""
+    """How many choices made settings from a task's own. ``--economical`` is one, and to have no corrections another."""
     if not is_economical(changed):
         return len(changed)
-    return 1 + sum(not _same(changed, economies, name) for name in {*changed, *economies})
+    uncorrected = all(name in ECONOMICAL or name not in changed for name in economies)
+    base = ECONOMICAL if uncorrected else economies
+    return 1 + uncorrected + sum(not _same(changed, base, name) for name in {*changed, *base})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def in_words(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> str:
         >>> in_words({**economies, "num_probes": 4}, economies)
         'economical, 4 probes'
         >>> in_words({**ECONOMICAL, "batch_fraction": 0.5}, economies)
-        'economical, but on 50% of the batch, uncorrected'
+        'economical, but on 50% of the batch, no steady start'
     """
     if is_economical(changed):
         phrase, said = _economically(changed, economies)
@@ -55,10 +55,11 @@ def in_words(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> str:
 def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[str, set[str]]:
     """What is measured as by ``--economical``, and the settings that need not be said of it any more."""
     phrases = ["economical"]
+    corrections = [name for name in economies if name not in ECONOMICAL]
     fraction = changed.get("batch_fraction", 1.0)
     if fraction != ECONOMICAL["batch_fraction"]:
         phrases.append("but " + _one("batch_fraction", fraction))
-    corrections = [name for name in economies if name not in ECONOMICAL]
+        corrections = ["steady_start"]  # the others are for a quarter of the batch
     lacking = [name for name in corrections if name not in changed]
     if lacking == corrections and len(corrections) > 1:
         phrases.append("uncorrected")
@@ -139,7 +140,7 @@ def group_title(group: Group, *, with_conditions: bool) -> str:
     return ", ".join(
         [
             OPTIMIZER_TITLES[group.optimizer],
-            *filter(None, [in_words(group.distinctive, group.economies)]),
+            *filter(None, [in_words(group.distinctive, group.experiment.economies)]),
             *([f"“{group.name}”"] if _named_by_user(group) else []),
             *([under(group.conditions)] if with_conditions else []),
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -145,7 +145,8 @@ class Experiment(Generic[SettingsT]):
     """The paper's settings for each optimizer, or ours where the paper gives none."""
 
     slice_noise: float = 1.0
-    """How many times as large AdaHessian's curvature comes out on the quarter of a batch that it is economical with."""
+    """How many times as large AdaHessian's curvature comes out on the quarter of a batch that it is economical with; 1
+    where this was not measured."""
 
     notes: tuple[str, ...] = ()
     """Where settings come from that are not the paper's, and what else to know."""
@@ -166,3 +167,9 @@ class Experiment(Generic[SettingsT]):
     def economical(self) -> SettingsT:
         """AdaHessian's settings for little curvature."""
         return economized(self.defaults["adahessian"], noise=self.slice_noise)
+
+    @property
+    def economies(self) -> dict[str, Any]:
+        """Those of them that are not AdaHessian's own."""
+        own, cheaper = asdict(self.defaults["adahessian"]), asdict(self.economical)
+        return {name: value for name, value in cheaper.items() if value != own[name]}
