@@ -226,7 +226,7 @@ def test_the_documented_way_to_find_the_noise_of_a_model_leaves_it_alone():
         "loader": ((torch.randn(64, 20), torch.randint(10, (64,))) for _ in itertools.count()),
         **{name: __import__(name) for name in ("adahessian", "copy", "itertools", "statistics")},
     }
-    exec(snippet, names)  # noqa: S102
+    exec(snippet, names)
     assert 1 < names["statistics"].median(names["ratios"]) < 2.5
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(param.grad is None for param in model.parameters())
