@@ -433,9 +433,7 @@ def test_economical_runs_are_called_so_and_stand_before_their_variants():
     groups = group_runs([make_run("adahessian", **of_one) for of_one in reversed(changed.values())])
     titles = [group_title(group, with_conditions=False) for group in groups]
     assert titles[0] == "AdaHessian, economical"
-    uncorrected = titles.index("AdaHessian, economical, uncorrected")
-    assert uncorrected < titles.index("AdaHessian, economical, but on 12.5% of the batch, no steady start")
-    assert uncorrected < titles.index("AdaHessian, economical, the task's own lr and weight decay")
+    assert [title.count(",") for title in titles] == sorted(title.count(",") for title in titles)
     assert sorted(titles) == sorted(f"AdaHessian, {title}" for title in changed)
     text = markdown(make_document(groups))
     assert "Economical: curvature every 10 steps on 25% of the batch after 1 epoch of every step" in text

@@ -18,8 +18,8 @@ from adahessian.lab.paper.numbers import (
     THEORETICAL_COST,
 )
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, Group
+from adahessian.lab.report.phrases import ECONOMICAL_IN_WORDS, phrases
 from adahessian.lab.report.tables import shown_paper
-from adahessian.lab.report.wording import ECONOMICAL_IN_WORDS, in_words
 from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
@@ -183,7 +183,7 @@ def _economies(groups: Sequence[Group]) -> PaperTable:
         cheaper = Cell(task=group.experiment.name, optimizer="adahessian", settings=group.changed)
         rows.append(
             [
-                f"{group.experiment.title}: {in_words(group.changed, group.experiment.economies)}",
+                f"{group.experiment.title}: {', '.join(phrases(group.changed, group.experiment.economies))}",
                 group.experiment.metric.title,
                 cheaper,
                 full,

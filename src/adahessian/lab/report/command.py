@@ -16,19 +16,14 @@ from adahessian.lab.files import written_whole
 from adahessian.lab.plots import DPI
 from adahessian.lab.report.curves import task_pictures
 from adahessian.lab.report.document import Details, Document, Paragraph, Part, Section, Table
-from adahessian.lab.report.groups import Group, group_runs, is_economical, known
+from adahessian.lab.report.groups import Group, group_runs, known
 from adahessian.lab.report.markdown import markdown
 from adahessian.lab.report.origins import origins
 from adahessian.lab.report.page import page
+from adahessian.lab.report.phrases import ECONOMICAL_IN_WORDS, is_economical, phrases
 from adahessian.lab.report.tables import differ_in_conditions, task_table
 from adahessian.lab.report.terminal import terminal_table
-from adahessian.lab.report.wording import (
-    ECONOMICAL_IN_WORDS,
-    in_words,
-    section_anchor,
-    section_title,
-    under,
-)
+from adahessian.lab.report.wording import section_anchor, section_title, under
 from adahessian.lab.runs import NotARunError, find_notes, find_results, find_unfinished
 
 _INTRODUCTION = (
@@ -122,7 +117,8 @@ def _section(
     said = {*groups[0].distinctive, "epochs"}
     common = {name: value for name, value in groups[0].changed.items() if name not in said}
     if common:
-        of_all.append(f"In all of them, and not the task's own: {in_words(common, groups[0].experiment.economies)}.")
+        in_words = ", ".join(phrases(common, groups[0].experiment.economies))
+        of_all.append(f"In all of them, and not the task's own: {in_words}.")
     if of_all:
         parts.append(Paragraph(" ".join(of_all)))
     parts.append(task_table(groups, of_task))

@@ -19,7 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from adahessian.lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from adahessian.lab.report.costs import hardware
 from adahessian.lab.report.document import Picture
-from adahessian.lab.report.groups import Group, choices
+from adahessian.lab.report.groups import Group
+from adahessian.lab.report.phrases import phrases
 from adahessian.lab.report.tables import differ_in_conditions
 from adahessian.lab.report.themes import Theme, style
 from adahessian.lab.report.wording import group_title, section_anchor, section_title
@@ -77,7 +78,7 @@ def plainest(groups: Sequence[Group]) -> list[Group]:
     """As many as a plot can hold: those with the most seeds, and of these with the fewest settings of their own."""
 
     def rank(place: int) -> tuple[int, int]:
-        return -len(groups[place].runs), choices(groups[place].distinctive, groups[place].experiment.economies)
+        return -len(groups[place].runs), len(phrases(groups[place].distinctive, groups[place].experiment.economies))
 
     return [groups[place] for place in sorted(sorted(range(len(groups)), key=rank)[:_MOST])]
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, stdev
 from typing import Any
 
+from adahessian.lab.report.phrases import is_economical, phrases
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import ECONOMICAL, OptimizerName, Settings
+from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment
 
@@ -136,7 +137,7 @@ def group_runs(runs: Iterable[Result]) -> list[Group]:
             tasks.index(group.experiment.name),
             group.budget or 0,
             OPTIMIZER_ORDER.index(group.optimizer),
-            choices(group.changed, group.experiment.economies),
+            len(phrases(group.changed, group.experiment.economies)),
             [(name, _sortable(value)) for name, value in group.changed.items()],
             group.name,
             _text(group.conditions),
@@ -191,22 +192,6 @@ def _common(groups: Sequence[Group]) -> set[str]:
 
 def _same(some: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool:
     return bool(some.get(name, _ABSENT) == others.get(name, _ABSENT))
-
-
-def is_economical(changed: Mapping[str, Any]) -> bool:
-    """Whether curvature is measured as by ``--economical``, but for the part of the batch."""
-    return all(
-        name in changed and changed[name] == value for name, value in ECONOMICAL.items() if name != "batch_fraction"
-    )
-
-
-def choices(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> int:
-    """How many choices made settings from a task's own. ``--economical`` is one, and to have no corrections another."""
-    if not is_economical(changed):
-        return len(changed)
-    uncorrected = all(name in ECONOMICAL or name not in changed for name in economies)
-    base = ECONOMICAL if uncorrected else economies
-    return 1 + uncorrected + sum(not _same(changed, base, name) for name in {*changed, *base})
 
 
 def changed_settings(run: Result) -> dict[str, Any]:
