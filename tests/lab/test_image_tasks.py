@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, pad
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from adahessian.lab.augmentation import PaddedCrops
+from adahessian.lab.batch_norm import with_statistics_of
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.models.resnet import ResNet
 from adahessian.lab.models.resnet18 import ResNet18
@@ -250,6 +251,24 @@ def test_metrics_are_those_of_torchmetrics(cifar10_dir):
         assert task.evaluate(model)["test_accuracy"] == 100
         task._test.labels = (logits.argmax(1) + 1) % 10
         assert task.evaluate(model)["test_accuracy"] == 0
+
+
+def test_the_recomputed_accuracy_is_that_of_the_statistics_of_training_images(cifar10_dir):
+    task = load("cifar10-resnet20", cifar10_dir)
+    task._evaluated_at_a_time = 25
+    model = task.make_model().eval()
+    images = task._for_network(task._normalisation(task._training.images))
+    by_hand = with_statistics_of(model, [images])
+    with torch.no_grad():
+        task._test.labels = by_hand(task._for_network(task._normalisation(task._test.images))).argmax(1)
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.running_mean.uniform_(-2, 2)
+        first, again = task.evaluate(model), task.evaluate(model)
+    assert first == again
+    assert first["test_accuracy"] < 50
+    # Not quite the same statistics, as they come from two batches.
+    assert first["test_accuracy_recomputed"] > 90
 
 
 class TestResNet18:

@@ -414,6 +414,20 @@ def test_a_plot_has_no_more_curves_than_can_be_told_apart():
     assert picture.draw("light").legends[0].get_title().get_text() == "8 of 11 choices of settings"
 
 
+def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
+    older, newer, diverged = make_run("sgd"), make_run("adahessian"), make_run("adam", diverged=True)
+    assert not any("recomputed" in picture.file for picture in task_pictures(group_runs([older])))
+    for record in newer.epochs:
+        record["test_accuracy_recomputed"] = record["test_accuracy"] + 1
+    pictures = [picture for picture in task_pictures(group_runs([older, newer, diverged])) if "recom" in picture.file]
+    assert [picture.file.rpartition("-by-")[2] for picture in pictures] == ["epoch.png", "time.png"]
+    figure = pictures[0].draw("light")
+    assert figure.axes[0].get_title(loc="left").startswith("ResNet20 on CIFAR-10: accuracy with recomputed statistics")
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["AdaHessian"]
+    assert legend.get_title().get_text() == "1 of 3 choices of settings"
+
+
 ECONOMICAL_ON_CIFAR = ECONOMICAL | {"steady_start": True, "lr": 0.3, "weight_decay": 0.001667}
 
 

@@ -240,7 +240,7 @@ def _device(name: str) -> torch.device:
 def _came_to(experiment: Experiment[Any], result: Result) -> str:
     if result.diverged:
         return "diverged"
-    return shown(experiment.metric, result.final.get(experiment.metric.name))
+    return shown(experiment.metric, result.final)
 
 
 def parse_train(arguments: Sequence[str]) -> Train[Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Column
 
 from adahessian.lab.tasks.task import Metric
 from adahessian.lab.training import Plan
@@ -30,9 +32,10 @@ class LiveWatcher:
         self._console = console
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=12),
             TaskProgressColumn(),
-            TextColumn("{task.fields[status]}"),
+            # On a narrow terminal in two lines or three, rather than cut off.
+            TextColumn("{task.fields[status]}", table_column=Column()),
             console=console,
             disable=not console.is_terminal,
         )
@@ -96,8 +99,9 @@ class LiveWatcher:
     def epoch(self, record: dict[str, float]) -> None:
         """Show an epoch's result."""
         assert self._plan is not None
-        curve = self._plan.experiment.curve
-        self._metric = shown(curve, record.get(curve.name))
+        experiment = self._plan.experiment
+        metrics = [experiment.curve, *(metric for metric in experiment.others if metric.beside)]
+        self._metric = " ".join(filter(None, (shown(metric, record) for metric in metrics)))
         self._loss = record["train_loss"]
         self._time_steps()
         self._bar.update(self._line, completed=self._step, status=self._status(record["lr"]))
@@ -154,12 +158,13 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
 
 
-def shown(metric: Metric, value: float | None) -> str:
-    """A metric's value with its name, for people."""
+def shown(metric: Metric, results: Mapping[str, float]) -> str:
+    """A metric's value among these results with its name, for people; empty if it is not there."""
+    value = results.get(metric.name)
     if value is None:
         return ""
     name, _, unit = metric.title.partition(", ")
-    return f"{name} {value:.{metric.digits}f}{unit if unit == '%' else ''}"
+    return f"{metric.beside or name} {value:.{metric.digits}f}{unit if unit == '%' else ''}"
 
 
 def counted(count: int, what: str) -> str:

@@ -54,7 +54,7 @@ _CORNER = 0.38
 
 
 def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
-    """Four plots of a task, unless no run has two epochs; those by time have the runs whose times count.
+    """Plots of a task, unless no run has two epochs: by epoch, and by time of the runs whose times count.
 
     Args:
         groups: All runs of the task, of one budget.
@@ -62,9 +62,12 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
         return
-    drawn = plainest(groups)
-    timed = [group for group in drawn if any(not run.shared for run in group.runs)]
-    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS)):
+    beside = [metric for metric in experiment.others if metric.beside]
+    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS, *beside)):
+        # What older runs did not record is drawn of the others.
+        having = [group for group in groups if metric not in beside or _all_record(group, metric)]
+        drawn = plainest(having)
+        timed = [group for group in drawn if any(not run.shared for run in group.runs)]
         for by, shown in (("epoch", drawn), ("time", timed)):
             if shown:
                 yield Picture(
@@ -72,6 +75,10 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
                     caption=f"{section_title(groups[0])}: {metric.title} by {by}",
                     draw=partial(_draw, shown, len(groups), metric, by),
                 )
+
+
+def _all_record(group: Group, metric: Metric) -> bool:
+    return bool(group.finished) and all(metric.name in epoch for run in group.finished for epoch in run.epochs)
 
 
 def plainest(groups: Sequence[Group]) -> list[Group]:

@@ -31,6 +31,9 @@ class Metric:
     digits: int = 2
     """Digits behind the point."""
 
+    beside: str = ""
+    """What it is called beside the curve's value while a run trains; empty where it is not shown there."""
+
 
 @dataclass(frozen=True)
 class Share:
