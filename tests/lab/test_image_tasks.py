@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy, pad
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from adahessian.lab.augmentation import PaddedCrops
-from adahessian.lab.batch_norm import with_statistics_of
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.models.resnet import ResNet
 from adahessian.lab.models.resnet18 import ResNet18
@@ -253,22 +252,62 @@ def test_metrics_are_those_of_torchmetrics(cifar10_dir):
         assert task.evaluate(model)["test_accuracy"] == 0
 
 
-def test_the_recomputed_accuracy_is_that_of_the_statistics_of_training_images(cifar10_dir):
-    task = load("cifar10-resnet20", cifar10_dir)
-    task._evaluated_at_a_time = 25
-    model = task.make_model().eval()
-    images = task._for_network(task._normalisation(task._training.images))
-    by_hand = with_statistics_of(model, [images])
-    with torch.no_grad():
-        task._test.labels = by_hand(task._for_network(task._normalisation(task._test.images))).argmax(1)
+class TestRecomputedStatistics:
+    """The accuracy with batch norm's statistics computed anew."""
+
+    @pytest.fixture
+    def task(self, cifar10_dir):
+        return load("cifar10-resnet20", cifar10_dir, batch_size=10)
+
+    @pytest.fixture
+    def model(self, task):
+        torch.manual_seed(0)
+        model = task.make_model().eval()
         for module in model.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.running_mean.uniform_(-2, 2)
-        first, again = task.evaluate(model), task.evaluate(model)
-    assert first == again
-    assert first["test_accuracy"] < 50
-    # Not quite the same statistics, as they come from two batches.
-    assert first["test_accuracy_recomputed"] > 90
+        return model
+
+    @staticmethod
+    def first_norm(task, batches):
+        """Mean and variance of what the first batch norm gets, over so many batches."""
+        torch.manual_seed(0)
+        model = task.make_model()
+        hidden = [model.conv(images).detach() for images, _ in list(task.batches(0))[:batches]]
+        means, variances = zip(*((each.mean((0, 2, 3)), each.var((0, 2, 3))) for each in hidden), strict=True)
+        return torch.stack(means).mean(0), torch.stack(variances).mean(0)
+
+    @pytest.mark.parametrize(("views", "batches"), [(10, 1), (11, 2), (1000, 5)])
+    def test_they_are_the_mean_over_batches_as_they_are_trained_on(self, task, model, monkeypatch, views, batches):
+        monkeypatch.setattr("adahessian.lab.tasks.images._STATISTICS_OF", views)
+        with torch.no_grad():
+            norm = task._with_recomputed_statistics(model).norm
+        mean, variance = self.first_norm(task, batches)
+        torch.testing.assert_close(norm.running_mean, mean)
+        torch.testing.assert_close(norm.running_var, variance)
+
+    def test_the_accuracy_is_that_of_these_statistics(self, task, model):
+        inputs = task._for_network(task._normalisation(task._test.images))
+        with torch.no_grad():
+            task._test.labels = task._with_recomputed_statistics(model)(inputs).argmax(1)
+            found = task.evaluate(model)
+            assert found["test_accuracy_recomputed"] == 100
+            assert found["test_accuracy"] == 100 * (model(inputs).argmax(1) == task._test.labels).float().mean() < 100
+
+    def test_the_model_and_the_random_streams_are_left_as_they_were(self, task, model):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        random = torch.get_rng_state()
+        with torch.no_grad():
+            first, again = task.evaluate(model), task.evaluate(model)
+        assert first == again
+        assert torch.equal(torch.get_rng_state(), random)
+        assert not any(module.training for module in model.modules())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+    def test_all_show_them_and_say_what_they_are(self, experiment):
+        assert [metric.name for metric in experiment.beside] == ["test_accuracy_recomputed"]
+        assert any("recomputed from 5,000 training images" in note for note in experiment.notes)
 
 
 class TestResNet18:

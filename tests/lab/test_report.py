@@ -16,6 +16,7 @@ from adahessian.lab.report.document import Details, Table
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, changed_settings, group_runs
 from adahessian.lab.report.markdown import markdown, table_text
 from adahessian.lab.report.tables import task_table
+from adahessian.lab.report.terminal import terminal_table
 from adahessian.lab.report.wording import group_title
 from adahessian.lab.runs import Result, label
 from adahessian.lab.settings import ECONOMICAL, OPTIMIZER_NAMES
@@ -419,6 +420,8 @@ def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
     assert not any("recomputed" in picture.file for picture in task_pictures(group_runs([older])))
     for record in newer.epochs:
         record["test_accuracy_recomputed"] = record["test_accuracy"] + 1
+    mixed = [newer, make_run("adahessian", seed=2)]
+    assert not any("recomputed" in picture.file for picture in task_pictures(group_runs(mixed)))
     pictures = [picture for picture in task_pictures(group_runs([older, newer, diverged])) if "recom" in picture.file]
     assert [picture.file.rpartition("-by-")[2] for picture in pictures] == ["epoch.png", "time.png"]
     figure = pictures[0].draw("light")
@@ -426,6 +429,44 @@ def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["AdaHessian"]
     assert legend.get_title().get_text() == "1 of 3 choices of settings"
+
+
+def test_a_number_that_some_seeds_lack_is_no_mean():
+    both = [make_run("sgd", seed, final={"test_accuracy": 92.0, "test_accuracy_recomputed": 91.0}) for seed in (1, 2)]
+    heading = "accuracy with recomputed statistics, %"
+    assert column(table_of(group_runs(both)), heading) == {"SGD": "91.00 ± 0.00"}
+    older = [make_run("adahessian", 1), make_run("adam", 1), make_run("adam", 2, diverged=True)]
+    newer = make_run("adahessian", 2, final=both[0].final)
+    gone = make_run("adamw", diverged=True)
+    found = table_of(group_runs([*both, *older, newer, gone]))
+    assert column(found, heading) == {"SGD": "91.00 ± 0.00", "AdaHessian": "", "Adam": "", "AdamW": ""}
+    assert column(found, "test accuracy, %")["AdamW"] == "diverged"
+    assert heading not in table_of(group_runs([*older, gone])).headings
+
+
+def test_what_a_terminal_has_no_room_for_is_named():
+    table = table_of(group_runs([make_run("sgd")]))
+    assert terminal_table(table, 200).caption is None
+    narrow = terminal_table(table, 60)
+    assert str(narrow.caption).startswith("4 more in report.md: seeds; ")
+    assert [c.header for c in narrow.columns] + str(narrow.caption).partition(": ")[2].split("; ") == table.headings
+
+
+def test_axes_say_what_is_off_the_scale_of_the_lines_that_are_drawn():
+    def make(optimizer, seed=1, first=51.0, **changed):
+        run = make_run(optimizer, seed, recorded=20, **changed)
+        for record in run.epochs:
+            record["test_accuracy"] = 50.0 + max(4, record["epoch"])
+        run.epochs[0]["test_accuracy"] = first
+        return run
+
+    def axis(runs):
+        return next(task_pictures(group_runs(runs))).draw("light").axes[0].get_xlabel()
+
+    seeds = [make("sgd", 1, first=10.0), make("sgd", 2, first=98.0)]
+    others = [make("adahessian", first=54.0, lr=0.1 * number) for number in range(1, 7)]
+    assert axis(seeds) == "epoch (the first are off the scale)"
+    assert axis([*seeds, *others]) == "epoch", "single seeds are not drawn, and their mean lies within"
 
 
 ECONOMICAL_ON_CIFAR = ECONOMICAL | {"steady_start": True, "lr": 0.3, "weight_decay": 0.001667}
@@ -437,10 +478,10 @@ def test_economical_runs_are_called_so_and_stand_before_their_variants():
         "economical": preset,
         "economical, uncorrected": ECONOMICAL,
         "economical, 4 probes": preset | {"num_probes": 4},
-        "economical, but on the whole batch, lr 0.3, weight decay 0.001667": preset | {"batch_fraction": 1.0},
+        "economical, but on the whole batch": preset | {"batch_fraction": 1.0},
         "economical, lr 0.2": preset | {"lr": 0.2},
         "economical, no steady start": preset | {"steady_start": False},
-        "economical, but on 12.5% of the batch, no steady start": ECONOMICAL | {"batch_fraction": 0.125},
+        "economical, uncorrected, but on 12.5% of the batch": ECONOMICAL | {"batch_fraction": 0.125},
         "economical, the task's own lr and weight decay": ECONOMICAL | {"steady_start": True},
         "economical, the task's own lr, no steady start, weight decay 0.001": ECONOMICAL | {"weight_decay": 0.001},
     }

@@ -1,15 +1,18 @@
 import io
+import re
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from adahessian.lab.tasks.images import EXPERIMENTS
 from adahessian.lab.watching import LiveWatcher
 
 
-def test_an_epoch_in_a_log_has_the_metric_and_what_is_live_beside_it(tmp_path):
+@pytest.fixture
+def plan(tmp_path):
     experiment = next(experiment for experiment in EXPERIMENTS if experiment.name == "cifar10-resnet20")
-    plan = SimpleNamespace(
+    return SimpleNamespace(
         experiment=experiment,
         settings=experiment.defaults["adahessian"],
         optimizer="adahessian",
@@ -19,15 +22,51 @@ def test_an_epoch_in_a_log_has_the_metric_and_what_is_live_beside_it(tmp_path):
         compiled=False,
         files=SimpleNamespace(name="adahessian", tensorboard=tmp_path),
     )
+
+
+RECORD = {"epoch": 160, "step": 320, "train_loss": 0.25, "lr": 0.15, "test_accuracy": 73.8}
+BOTH = RECORD | {"test_accuracy_recomputed": 79.64, "test_loss": 0.7}
+
+
+def shown(plan, records, **console):
+    """The lines that a watcher prints for these epochs."""
     text = io.StringIO()
-    record = {"epoch": 160, "step": 320, "train_loss": 0.25, "lr": 0.15, "test_accuracy": 73.8}
-    with LiveWatcher(Console(file=text, width=200)) as watcher:
+    with LiveWatcher(Console(file=text, **console)) as watcher:
         watcher.start(plan, steps_per_epoch=2, steps_done=0, parameters=5)
         watcher.step(step=320, loss=0.5, lr=0.15)
-        watcher.epoch(record | {"test_accuracy_recomputed": 79.64, "test_loss": 0.7})
-        watcher.epoch(record)
-        watcher.epoch({name: value for name, value in record.items() if name != "test_accuracy"})
-    _, with_both, with_one, diverged = text.getvalue().splitlines()
-    assert "epoch 160/160  loss 0.2500  test accuracy 73.80% with recomputed statistics 79.64%  lr 0.15" in with_both
+        for record in records:
+            watcher.epoch(record)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue()).splitlines()
+
+
+def test_an_epoch_in_a_log_has_the_metric_and_what_stands_beside_it(plan):
+    lacking = {name: value for name, value in RECORD.items() if name != "test_accuracy"}
+    _, with_both, with_one, diverged = shown(plan, [BOTH, RECORD, lacking], width=200)
+    assert "epoch 160/160  loss 0.2500  test accuracy 73.80%  recomputed 79.64%  lr 0.15" in with_both
     assert "loss 0.2500  test accuracy 73.80%  lr 0.15" in with_one
     assert "loss 0.2500  lr 0.15" in diverged
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_narrow_terminal_folds_the_line_between_its_parts(plan, width):
+    lines = shown(plan, [BOTH], width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    last = [line for line in lines if "epoch 160/160" in line][-1]
+    drawn = lines[len(lines) - 1 - lines[::-1].index(last) :]
+    assert all(len(line) <= width for line in drawn)
+    parts = (
+        "epoch 160/160",
+        "loss 0.2500",
+        "test accuracy 73.80%",
+        "recomputed 79.64%",
+        "lr 0.15",
+        "/step",
+        "0:00 left",
+    )
+    assert all(any(part in line for line in drawn) for part in parts)
+    assert ("0:00 left" in last) == (width == 200)
+
+
+def test_long_steps_are_told_in_seconds(plan, monkeypatch):
+    times = iter(range(0, 10_000, 640))
+    monkeypatch.setattr("adahessian.lab.watching.time.perf_counter", lambda: float(next(times)))
+    assert any("2.0 s/step" in line for line in shown(plan, [BOTH], width=200))

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
 from rich.table import Column
 
 from adahessian.lab.tasks.task import Metric
@@ -19,10 +20,12 @@ from adahessian.lab.training import Plan
 # In a log, where nothing can be overwritten: seconds from a line to the next within an epoch, and after epochs.
 _LINE_EVERY = 30.0
 _EPOCH_LINE_EVERY = 5.0
+# What stands between two parts of a line.
+_PARTED = "  "
 
 
 class LiveWatcher:
-    """Shows epoch, loss, metric, learning rate, time of a step and time left: on a terminal in one live line.
+    """Shows epoch, loss, metric, learning rate, time of a step and time left: on a terminal live, behind a bar.
 
     Args:
         console: Where to show it.
@@ -34,8 +37,7 @@ class LiveWatcher:
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
             TaskProgressColumn(),
-            # On a narrow terminal in two lines or three, rather than cut off.
-            TextColumn("{task.fields[status]}", table_column=Column()),
+            _FoldedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
@@ -44,7 +46,7 @@ class LiveWatcher:
         self._plan: Plan | None = None
         self._writer: Any = None
         self._loss = float("nan")
-        self._metric = ""
+        self._metrics: list[str] = []
         self._printed = self._looked = time.perf_counter()
         self._seconds = 0.0
         self._looks = 0
@@ -100,8 +102,7 @@ class LiveWatcher:
         """Show an epoch's result."""
         assert self._plan is not None
         experiment = self._plan.experiment
-        metrics = [experiment.curve, *(metric for metric in experiment.others if metric.beside)]
-        self._metric = " ".join(filter(None, (shown(metric, record) for metric in metrics)))
+        self._metrics = [shown(metric, record) for metric in (experiment.curve, *experiment.beside)]
         self._loss = record["train_loss"]
         self._time_steps()
         self._bar.update(self._line, completed=self._step, status=self._status(record["lr"]))
@@ -141,12 +142,42 @@ class LiveWatcher:
         parts = [
             f"epoch {epoch}/{epochs}",
             f"loss {self._loss:.4f}",
-            self._metric,
+            *self._metrics,
             f"lr {lr:.2g}",
-            f"{1e3 * seconds:.1f} ms/step",
+            f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step",
             f"{_duration(seconds * (self._steps - self._step))} left",
         ]
-        return "  ".join(filter(None, parts))
+        return _PARTED.join(filter(None, parts))
+
+
+class _FoldedColumn(ProgressColumn):
+    """The status, in several lines where the terminal is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column())
+
+    def render(self, task: Task) -> _Folded:
+        return _Folded(task.fields["status"].split(_PARTED))
+
+
+class _Folded:
+    """Parts that stay whole, as many a line as there is room for."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts:
+            longer = line + _PARTED + part if line else part
+            if line and len(longer) > options.max_width:
+                yield line
+                longer = part
+            line = longer
+        yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._parts)), len(_PARTED.join(self._parts)))
 
 
 class _ConsoleHandler(logging.Handler):
@@ -163,8 +194,9 @@ def shown(metric: Metric, results: Mapping[str, float]) -> str:
     value = results.get(metric.name)
     if value is None:
         return ""
-    name, _, unit = metric.title.partition(", ")
-    return f"{metric.beside or name} {value:.{metric.digits}f}{unit if unit == '%' else ''}"
+    name, *_ = metric.title.split(", ")
+    unit = "%" if metric.title.endswith(", %") else ""
+    return f"{metric.short or name} {value:.{metric.digits}f}{unit}"
 
 
 def counted(count: int, what: str) -> str:

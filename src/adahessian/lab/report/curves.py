@@ -1,4 +1,4 @@
-"""Curves of a task: its metric and its training loss, by epoch and by time."""
+"""Curves of a task: its metric, what stands beside it and its training loss, by epoch and by time."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
         return
-    beside = [metric for metric in experiment.others if metric.beside]
-    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS, *beside)):
+    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS, *experiment.beside)):
         # What older runs did not record is drawn of the others.
-        having = [group for group in groups if metric not in beside or _all_record(group, metric)]
+        having = [group for group in groups if metric not in experiment.beside or _all_record(group, metric)]
         drawn = plainest(having)
         timed = [group for group in drawn if any(not run.shared for run in group.runs)]
         for by, shown in (("epoch", drawn), ("time", timed)):
@@ -122,7 +121,7 @@ def _draw(groups: Sequence[Group], of: int, metric: Metric, by: str, theme: Them
         if by == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if _limit(axes, groups, metric):
-            axes.set_xlabel(f"{unit} (the first lie outside)")
+            axes.set_xlabel(f"{unit} (the first are off the scale)")
         if by == "epoch" and (corner := _end_in_corner(axes, groups, metric)) is not None:
             for group, look in _looks(groups, theme):
                 _draw_group(corner, group, metric, by, length, look, "", seeds=seeds)
@@ -195,7 +194,8 @@ def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> bool:
     low, high = min(values), max(values)
     margin = 0.05 * (high - low) or 0.5
     axes.set_ylim(low - margin, high + margin)
-    return any(not low - margin <= value <= high + margin for curve in curves for value in curve)
+    drawn = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), dtype=float)]
+    return any(not low - margin <= value <= high + margin for value in drawn)
 
 
 def _end_in_corner(axes: Axes, groups: Sequence[Group], metric: Metric) -> Axes | None:

@@ -84,8 +84,10 @@ class Group:
         return len(self.runs) - len(self.finished)
 
     def final(self, metric: str) -> Spread | None:
-        """What the final weights came to, over the runs that did not diverge."""
-        return Spread.of([run.final[metric] for run in self.finished if metric in run.final])
+        """What the final weights came to, over the runs that did not diverge; None if some have not recorded it."""
+        if any(metric not in run.final for run in self.finished):
+            return None
+        return Spread.of([run.final[metric] for run in self.finished])
 
     @property
     def best_epoch(self) -> Spread | None:

@@ -30,7 +30,7 @@ nav ul {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0.2
 .wide {{ overflow-x: auto; margin-bottom: 1.5rem; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.95rem; }}
 th, td {{ padding: 0.35rem 0.8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }}
-th {{ border-bottom-width: 2px; vertical-align: bottom; }}
+th {{ border-bottom-width: 2px; vertical-align: bottom; white-space: normal; }}
 th:first-child, td:first-child {{ text-align: left; white-space: normal; min-width: 9rem; padding-left: 0; }}
 .pictures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1rem; }}
 figure {{ margin: 1rem 0; }}

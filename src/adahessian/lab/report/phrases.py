@@ -39,7 +39,7 @@ def phrases(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> list[st
         >>> phrases({**economies, "num_probes": 4}, economies)
         ['economical', '4 probes']
         >>> phrases({**ECONOMICAL, "batch_fraction": 0.5}, economies)
-        ['economical', 'but on 50% of the batch', 'no steady start']
+        ['economical', 'uncorrected', 'but on 50% of the batch']
     """
     if is_economical(changed):
         found, said = _economically(changed, economies)
@@ -59,10 +59,6 @@ def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> t
     """What is measured as by ``--economical``, and the settings that need not be said of it any more."""
     found = ["economical"]
     corrections = [name for name in economies if name not in ECONOMICAL]
-    fraction = changed.get("batch_fraction", 1.0)
-    if fraction != ECONOMICAL["batch_fraction"]:
-        found.append("but " + _one("batch_fraction", fraction))
-        corrections = [name for name in corrections if name == "steady_start"]  # others are for a quarter of the batch
     lacking = [name for name in corrections if name not in changed]
     if lacking == corrections and len(corrections) > 1:
         found.append("uncorrected")
@@ -70,6 +66,9 @@ def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> t
         own = [name.replace("_", " ") for name in lacking if name != "steady_start"]
         found += [f"the task's own {' and '.join(own)}"] * bool(own)
         found += ["no steady start"] * ("steady_start" in lacking)
+    fraction = changed.get("batch_fraction", 1.0)
+    if fraction != ECONOMICAL["batch_fraction"]:
+        found.append("but " + _one("batch_fraction", fraction))
     return found, {*ECONOMICAL, *(name for name in corrections if changed.get(name) == economies[name])}
 
 
@@ -95,5 +94,6 @@ def _one(name: str, value: Any) -> str:
 
 ECONOMICAL_IN_WORDS = (
     f"Economical: {_at_once(ECONOMICAL)}, {ECONOMICAL['tangents']} tangents where compiled, a steady start, and on "
-    "CIFAR-10 and digits twice the task's own lr and half its weight decay. Uncorrected: none of the last three."
+    "CIFAR-10 and digits twice the task's own lr and half its weight decay. Uncorrected: "
+    "no steady start, and the task's own lr and weight decay."
 )

@@ -19,9 +19,10 @@ def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
         groups: The runs.
         of_task: All runs of the task, among which times find what they are set against.
     """
-    metric, others = groups[0].experiment.metric, groups[0].experiment.others
+    experiment = groups[0].experiment
+    metric, others = experiment.metric, (*experiment.beside, *experiment.others)
     several_conditions = differ_in_conditions(groups)
-    shows_best = groups[0].experiment.paper_is_best_epoch
+    shows_best = experiment.paper_is_best_epoch
     return Table(
         headings=[
             "optimizer",
@@ -41,7 +42,8 @@ def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
                 group.best_epoch.shown(metric.digits) if shows_best and group.best_epoch else "",
                 "" if group.changed else shown_paper(group.experiment.paper.get(group.optimizer), metric.digits),
                 shown_seeds(group),
-                *(shown_final(group, other.name, other.digits) for other in others),
+                # That it diverged has been said.
+                *(shown_final(group, other.name, other.digits) if group.finished else "" for other in others),
                 "" if group.train_loss is None else group.train_loss.shown(4),
                 _shown_time(step_time(group, of_task)),
                 "" if group.peak_bytes is None else f"{group.peak_bytes / 2**30:.2f} GiB",
@@ -58,10 +60,10 @@ def differ_in_conditions(groups: Sequence[Group]) -> bool:
 
 def shown_final(group: Group, metric: str, digits: int) -> str:
     """Mean and deviation of the seeds that did not diverge, or that all did."""
+    if not group.finished:
+        return "diverged"
     spread = group.final(metric)
-    if spread is None:
-        return "diverged" if group.diverged else ""
-    return spread.shown(digits)
+    return "" if spread is None else spread.shown(digits)
 
 
 def shown_seeds(group: Group) -> str:

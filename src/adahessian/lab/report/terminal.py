@@ -14,6 +14,8 @@ _NARROWEST_NAME = 16
 def terminal_table(table: Table, width: int) -> RichTable:
     """A table for rich: the first column at the left, numbers at the right, as many as there is room for.
 
+    The others are named below it.
+
     Args:
         table: The table.
         width: Characters in a line.
@@ -30,6 +32,9 @@ def terminal_table(table: Table, width: int) -> RichTable:
             break
         shown.add_column(column[0], justify="right", no_wrap=True)
         fitting += 1
+    if left := table.headings[fitting:]:
+        shown.caption = f"{len(left)} more in report.md: {'; '.join(left)}"
+        shown.caption_justify = "left"
     for row in table.rows:
         shown.add_row(*row[:fitting])
     return shown

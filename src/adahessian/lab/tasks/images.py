@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -9,9 +12,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import update_bn
 
 from adahessian.lab.augmentation import PaddedCrops
-from adahessian.lab.batch_norm import with_statistics_of
 from adahessian.lab.data.cifar10 import CLASSES as CIFAR10_CLASSES
 from adahessian.lab.data.cifar10 import read_cifar10
 from adahessian.lab.models.resnet import ResNet
@@ -22,13 +25,9 @@ from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Ta
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
-# Training images that batch norm's statistics are recomputed from.
-_STATISTICS_OF = 10_000
-_RECOMPUTED = Metric(
-    name="test_accuracy_recomputed",
-    title="accuracy with recomputed statistics, %",
-    beside="with recomputed statistics",
-)
+# Views of training images that batch norm's statistics are recomputed from.
+_STATISTICS_OF = 5_000
+
 
 _IMAGENET_MEAN, _IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -193,25 +192,31 @@ class ImageTask(Task[Batch]):
 
         The share with recomputed statistics of batch norm as well.
         """
-        accuracy, loss = self._tested(model)
-        recomputed, _ = self._tested(with_statistics_of(model, self._some_to_train_on()))
-        return {"test_accuracy": accuracy, "test_loss": loss, _RECOMPUTED.name: recomputed}
-
-    def _tested(self, model: nn.Module) -> tuple[float, float]:
+        models = model, self._with_recomputed_statistics(model)
         count = len(self._test.labels)
-        totals = torch.zeros(2, device=self._place.device)
+        totals = torch.zeros(2, len(models), device=self._place.device)
         for images, labels in self._test.take(torch.arange(count).split(self._evaluated_at_a_time), epoch=0):
-            logits = model(self._for_network(self._normalisation(images)))
-            correct = (logits.argmax(1) == labels).sum()
-            totals += torch.stack((correct, cross_entropy(logits, labels, reduction="sum")))
-        correct_count, loss = totals.tolist()
-        return 100 * correct_count / count, loss / count
+            inputs = self._for_network(self._normalisation(images))
+            for of_model, total in zip(models, totals.unbind(1), strict=True):
+                logits = of_model(inputs)
+                correct = (logits.argmax(1) == labels).sum()
+                total += torch.stack((correct, cross_entropy(logits, labels, reduction="sum")))
+        (correct_count, recomputed_count), (loss, _) = totals.tolist()
+        return {
+            "test_accuracy": 100 * correct_count / count,
+            "test_loss": loss / count,
+            "test_accuracy_recomputed": 100 * recomputed_count / count,
+        }
 
-    def _some_to_train_on(self) -> Iterator[Tensor]:
-        """The same training images after every epoch, not cropped, as test images are not."""
-        order = torch.randperm(len(self._training.labels), generator=generator_for("statistics", self._place.seed))
-        for images, _ in self._training.take(order[:_STATISTICS_OF].split(self._evaluated_at_a_time), epoch=0):
-            yield self._for_network(self._normalisation(images))
+    def _with_recomputed_statistics(self, model: nn.Module) -> nn.Module:
+        """A copy whose batch norms have the statistics of some batches of the first epoch, for the weights as they are.
+
+        The running ones are a mean over the last steps, of which each had other weights.
+        """
+        recomputed = copy.deepcopy(model)
+        batches = itertools.islice(self.batches(epoch=0), math.ceil(_STATISTICS_OF / self._batch_size))
+        update_bn((images for images, _ in batches), recomputed)
+        return recomputed
 
 
 def _load_cifar10(depth: int) -> Callable[[Settings, Place], ImageTask]:
@@ -290,14 +295,17 @@ def _defaults(make: Callable[..., SettingsT], *, decay: float, **common: Any) ->
     }
 
 
-_STATISTICS = (
-    "The test accuracy is with batch norm's running statistics, as the authors'. While the learning rate is high these "
-    "lag behind the weights, and it goes up and down by several points from epoch to epoch. Beside it is what the same "
-    f"weights reach with statistics recomputed from {_STATISTICS_OF:,} training images."
-)
 _ACCURACY = Metric(name="test_accuracy", title="test accuracy, %")
+_RECOMPUTED = Metric(
+    name="test_accuracy_recomputed", title="accuracy with recomputed statistics, %", short="recomputed"
+)
 _VALIDATION_ACCURACY = Metric(name="test_accuracy", title="validation accuracy, top 1, %")
 
+_STATISTICS = (
+    "The accuracy is with batch norm's running statistics, as the authors'. While the learning rate is high these lag "
+    "behind the weights, and it goes up and down by several points from epoch to epoch. Runs also record what the same "
+    f"weights reach with statistics recomputed from {_STATISTICS_OF:,} training images."
+)
 _OURS = "Adagrad and RMSprop are not in the paper: their learning rates are common ones, and were not searched."
 
 
@@ -308,7 +316,7 @@ def _cifar10_experiment(depth: int, paper: dict[OptimizerName, PaperNumber]) -> 
         data="CIFAR-10 as published: cifar-10-batches-bin or cifar-10-batches-py, or one of the two archives.",
         curve=_ACCURACY,
         metric=_ACCURACY,
-        others=(_RECOMPUTED,),
+        beside=(_RECOMPUTED,),
         defaults=_defaults(
             Settings, decay=5e-4, epochs=160, batch_size=256, schedule="steps", decay_epochs=(80, 120), decay_factor=0.1
         ),
@@ -362,7 +370,7 @@ EXPERIMENTS: tuple[Experiment[Any], ...] = (
         data="ImageNet (ILSVRC 2012) with a folder for each class: train/<class>/*.JPEG and val/<class>/*.JPEG.",
         curve=_VALIDATION_ACCURACY,
         metric=_VALIDATION_ACCURACY,
-        others=(_RECOMPUTED,),
+        beside=(_RECOMPUTED,),
         defaults=_defaults(
             FolderSettings,
             decay=1e-4,
@@ -376,6 +384,7 @@ EXPERIMENTS: tuple[Experiment[Any], ...] = (
             "Of the two schedules that the paper tried, the one on a plateau, which was better.",
             _DECAY,
             _CONSTANTS,
+            _STATISTICS,
             _OURS,
         ),
         paper={
@@ -392,7 +401,7 @@ EXPERIMENTS: tuple[Experiment[Any], ...] = (
         data="Any images with a folder for each class: train/<class>/*.JPEG and val/<class>/*.JPEG (or .jpg, .png).",
         curve=_VALIDATION_ACCURACY,
         metric=_VALIDATION_ACCURACY,
-        others=(_RECOMPUTED,),
+        beside=(_RECOMPUTED,),
         defaults=_defaults(
             CachedFolderSettings,
             decay=1e-4,
@@ -408,6 +417,7 @@ EXPERIMENTS: tuple[Experiment[Any], ...] = (
             "convolution of 3x3 without pooling where images are no larger than that. The paper has no such run.",
             _DECAY,
             _CONSTANTS,
+            _STATISTICS,
             _OURS,
         ),
         load=_load_folder,

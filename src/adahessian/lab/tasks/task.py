@@ -31,8 +31,8 @@ class Metric:
     digits: int = 2
     """Digits behind the point."""
 
-    beside: str = ""
-    """What it is called beside the curve's value while a run trains; empty where it is not shown there."""
+    short: str = ""
+    """What it is called while a run trains, if not by its title."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,9 @@ class Experiment(Generic[SettingsT]):
 
     metric: Metric
     """In the tables, one of those that :meth:`Task.test` gives."""
+
+    beside: tuple[Metric, ...] = ()
+    """More of what :meth:`Task.evaluate` and :meth:`Task.test` give: shown while a run trains, in tables and plots."""
 
     others: tuple[Metric, ...] = ()
     """More of what :meth:`Task.test` gives, for the tables of reports."""
