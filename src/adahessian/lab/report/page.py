@@ -95,7 +95,10 @@ def _html(part: Part) -> str:
 
 
 def _table(table: Table) -> str:
-    headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in table.headings)
+    # A unit stays with its name's last word where a heading is broken.
+    headings = "".join(
+        f'<th scope="col">{escape(heading).replace(", %", ",&nbsp;%")}</th>' for heading in table.headings
+    )
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
     return f'<div class="wide"><table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div>'
 
