@@ -28,12 +28,13 @@ RECORD = {"epoch": 160, "step": 320, "train_loss": 0.25, "lr": 0.15, "test_accur
 BOTH = RECORD | {"test_accuracy_recomputed": 79.64, "test_loss": 0.7}
 
 
-def shown(plan, records, **console):
-    """The lines that a watcher prints for these epochs."""
+def shown(plan, records, steps=(160, 320), **console):
+    """The lines that a watcher prints for these epochs, after these steps."""
     text = io.StringIO()
     with LiveWatcher(Console(file=text, **console)) as watcher:
         watcher.start(plan, steps_per_epoch=2, steps_done=0, parameters=5)
-        watcher.step(step=320, loss=0.5, lr=0.15)
+        for step in steps:
+            watcher.step(step=step, loss=0.5, lr=0.15)
         for record in records:
             watcher.epoch(record)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.getvalue()).splitlines()
@@ -66,7 +67,16 @@ def test_a_narrow_terminal_folds_the_line_between_its_parts(plan, width):
     assert ("0:00 left" in last) == (width == 200)
 
 
-def test_long_steps_are_told_in_seconds(plan, monkeypatch):
-    times = iter(range(0, 10_000, 640))
+def test_long_steps_are_told_in_seconds_and_the_first_which_may_compile_not_at_all(plan, monkeypatch):
+    times = iter(range(0, 20_000, 640))
     monkeypatch.setattr("adahessian.lab.watching.time.perf_counter", lambda: float(next(times)))
-    assert any("2.0 s/step" in line for line in shown(plan, [BOTH], width=200))
+    _, first, second, _ = shown(plan, [BOTH], width=200)
+    assert first.endswith("loss 0.5000  lr 0.15")
+    assert second.endswith("loss 0.5000  lr 0.15  8.0 s/step  0:00 left")
+
+
+def test_before_the_first_step_a_terminal_says_what_is_waited_for(plan):
+    for compiled, expected in ((False, "the first step"), (True, "the first step, which compiles")):
+        plan.compiled = compiled
+        lines = shown(plan, [], steps=(), width=120, force_terminal=True, color_system=None)
+        assert [line for line in lines if line.strip()][-1].rstrip().endswith(expected)

@@ -89,7 +89,7 @@ class Train(Generic[SettingsT]):
     economical: bool = False
     """AdaHessian on a quarter of the batch at every tenth step, after an epoch of measuring at every step, with a
     steady start; on CIFAR-10 and digits, where so few examples make curvature twice as large, at twice the learning
-    rate and half the weight decay, which other --batch-fraction and --num-probes leave as they are."""
+    rate and half the weight decay, also with another --batch-fraction or --num-probes."""
 
     seeds: tuple[int, ...] = (1,)
     """Seeds, one run each."""

@@ -81,9 +81,11 @@ class LiveWatcher:
             f"{plan.precision}"
             f"{', compiled' if plan.compiled else ''}{continued}",
             highlight=False,
-            soft_wrap=True,
+            # A log has whole lines; on a terminal they break between words.
+            soft_wrap=not self._console.is_terminal,
         )
-        self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status="")
+        first = f"the first step{', which compiles' if plan.compiled else ''}"
+        self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status=first)
         self._printed = self._looked = time.perf_counter()
 
     def step(self, *, step: int, loss: float | None, lr: float) -> None:
@@ -129,7 +131,7 @@ class LiveWatcher:
         now, steps = time.perf_counter(), self._step - self._step_looked_at
         if steps:
             recent = (now - self._looked) / steps
-            # The first look has seen the compiler at work: the second one does not count it in.
+            # The first look has seen the compiler at work: it is not shown, and the second does not count it in.
             self._seconds = recent if self._looks < 2 else 0.7 * self._seconds + 0.3 * recent
             self._looks += 1
             self._looked, self._step_looked_at = now, self._step
@@ -144,9 +146,12 @@ class LiveWatcher:
             f"loss {self._loss:.4f}",
             *self._metrics,
             f"lr {lr:.2g}",
-            f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step",
-            f"{_duration(seconds * (self._steps - self._step))} left",
         ]
+        if self._looks > 1:
+            parts += [
+                f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step",
+                f"{_duration(seconds * (self._steps - self._step))} left",
+            ]
         return _PARTED.join(filter(None, parts))
 
 

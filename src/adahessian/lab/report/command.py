@@ -30,8 +30,9 @@ _INTRODUCTION = (
     "Means over seeds ± the standard deviation of a sample. Runs that diverged are in no mean. The training loss is "
     "the mean over the last epoch. The time of a step, which stands with runs that had their device to themselves, is "
     "the median over the epochs but the first, which compiles, and is set against runs on the same hardware in the "
-    "same precision. The numbers of the paper are those of Yao et al., “ADAHESSIAN: An Adaptive Second Order Optimizer "
-    "for Machine Learning”. Commands are those of the commits beside them: options may have changed since."
+    "same precision. Peak memory is the most that any seed took. The numbers of the paper are those of Yao et al., "
+    "“ADAHESSIAN: An Adaptive Second Order Optimizer for Machine Learning”. Commands are those of the commits beside "
+    "them: options may have changed since."
 )
 
 

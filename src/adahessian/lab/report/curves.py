@@ -95,7 +95,7 @@ def _looks(groups: Sequence[Group], theme: Theme) -> Iterator[tuple[Group, dict[
     for group in groups:
         shade, line = divmod(seen[group.optimizer], len(_LINES))
         seen[group.optimizer] += 1
-        colour = _towards_white(COLOURS[group.optimizer], min(0.75, 0.3 * shade + (0.3 if theme == "dark" else 0.0)))
+        colour = _towards_white(COLOURS[group.optimizer], min(0.75, 0.5 * shade + (0.3 if theme == "dark" else 0.0)))
         yield group, {"color": colour, "linestyle": _LINES[line]}
 
 
