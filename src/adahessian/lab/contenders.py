@@ -68,7 +68,9 @@ def _adahessian(model: nn.Module, lr: float, seed: int) -> Optimizer:
 
 def _economical_adahessian(model: nn.Module, lr: float, seed: int) -> Optimizer:
     groups = adahessian.param_groups(model, weight_decay=WEIGHT_DECAY / lr)
-    return adahessian.AdaHessian(groups, lr, seed=seed, update_every=10, warmup_steps=ECONOMICAL_WARMUP_STEPS)
+    return adahessian.AdaHessian(
+        groups, lr, seed=seed, update_every=10, warmup_steps=ECONOMICAL_WARMUP_STEPS, steady_start=True
+    )
 
 
 CONTENDERS = (
@@ -78,7 +80,7 @@ CONTENDERS = (
     Contender(name="AdaHessian", lr=0.3, searched_lrs=_OTHER_LRS, build=_adahessian),
     Contender(
         name="AdaHessian, economical",
-        lr=0.3,
+        lr=1.0,
         searched_lrs=_OTHER_LRS,
         build=_economical_adahessian,
         batch_fraction=0.25,

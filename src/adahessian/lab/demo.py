@@ -77,7 +77,8 @@ class Demo:
             f"{searched} values in runs of {EPOCHS} epochs, by cross-validation within the training digits; it falls "
             "to 0 along half a cosine. Weight decay is the paper's. For one seed all begin with the same weights and "
             "see the same batches. AdaHessian measures its curvature at every step on the whole batch, as in the "
-            "paper; economical means on a quarter of the batch and, after the first epoch, at every 10th step only.\n",
+            "paper; economical means on a quarter of the batch and, after the first epoch, at every 10th step only, "
+            "with a steady start.\n",
             highlight=False,
         )
         runs: dict[str, list[list[Epoch]]] = {contender.name: [] for contender in CONTENDERS}
