@@ -253,7 +253,8 @@ def test_two_processes(tmp_path):
 
     said = train("whole")
     assert said.count("epoch 2/2") == said.count(".json") == 1, "the first process alone speaks"
-    train("stopped", "--stop-after-epochs", "1")
+    assert len([*(tmp_path / "whole").rglob("events.*")]) == 1, "and writes for TensorBoard"
+    train("stopped", "--stop-after-steps", "27")
     train("stopped", "--resume")
     (result,) = (json.loads(file.read_text()) for file in (tmp_path / "whole").rglob("*_seed-*.json"))
     assert result["conditions"]["processes"] == 2

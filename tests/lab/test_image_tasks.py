@@ -281,7 +281,9 @@ class TestRecomputedStatistics:
     def test_they_are_the_mean_over_batches_as_they_are_trained_on(self, task, model, monkeypatch, views, batches):
         monkeypatch.setattr("adahessian.lab.tasks.images._STATISTICS_OF", views)
         with torch.no_grad():
-            norm = task._with_recomputed_statistics(model).norm
+            recomputed = task._with_recomputed_statistics(model)
+        assert not any(module.training for module in recomputed.modules())
+        norm = recomputed.norm
         mean, variance = self.first_norm(task, batches)
         torch.testing.assert_close(norm.running_mean, mean)
         torch.testing.assert_close(norm.running_var, variance)
@@ -292,6 +294,8 @@ class TestRecomputedStatistics:
             task._test.labels = task._with_recomputed_statistics(model)(inputs).argmax(1)
             found = task.evaluate(model)
             assert found["test_accuracy_recomputed"] == 100
+            expected = cross_entropy(model(inputs), task._test.labels).item()
+            assert found["test_loss"] == pytest.approx(expected, rel=1e-5)
             assert found["test_accuracy"] == 100 * (model(inputs).argmax(1) == task._test.labels).float().mean() < 100
 
     def test_the_model_and_the_random_streams_are_left_as_they_were(self, task, model):
@@ -307,7 +311,7 @@ class TestRecomputedStatistics:
     @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
     def test_all_show_them_and_say_what_they_are(self, experiment):
         assert [metric.name for metric in experiment.beside] == ["test_accuracy_recomputed"]
-        assert any("recomputed from 5,000 training images" in note for note in experiment.notes)
+        assert any("recomputed from about 5,000 training images" in note for note in experiment.notes)
 
 
 class TestResNet18:

@@ -429,12 +429,26 @@ def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["AdaHessian"]
     assert legend.get_title().get_text() == "1 of 3 choices of settings"
+    (all_legend,) = next(task_pictures(group_runs([older, newer, diverged]))).draw("light").legends
+    assert [text.get_text() for text in all_legend.get_texts()] == ["SGD", "Adam (diverged)", "AdaHessian"]
+    with_a_diverged_seed = [newer, make_run("adahessian", 2, diverged=True)]
+    for record in with_a_diverged_seed[1].epochs[:-1]:
+        record["test_accuracy_recomputed"] = 50.0
+    assert any("recom" in picture.file for picture in task_pictures(group_runs(with_a_diverged_seed)))
+
+
+def test_shades_tell_choices_with_the_same_line_apart():
+    groups = group_runs([make_run("adahessian", lr=0.1 * number) for number in range(1, 9)])
+    figure = next(task_pictures(groups)).draw("light")
+    looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
+    assert len(set(looks)) == len(groups)
 
 
 def test_a_number_that_some_seeds_lack_is_no_mean():
     both = [make_run("sgd", seed, final={"test_accuracy": 92.0, "test_accuracy_recomputed": 91.0}) for seed in (1, 2)]
     heading = "accuracy with recomputed statistics, %"
     assert column(table_of(group_runs(both)), heading) == {"SGD": "91.00 ± 0.00"}
+    assert list(table_of(group_runs(both)).headings).index(heading) == 2, "beside the metric"
     older = [make_run("adahessian", 1), make_run("adam", 1), make_run("adam", 2, diverged=True)]
     newer = make_run("adahessian", 2, final=both[0].final)
     gone = make_run("adamw", diverged=True)
@@ -467,6 +481,9 @@ def test_axes_say_what_is_off_the_scale_of_the_lines_that_are_drawn():
     others = [make("adahessian", first=54.0, lr=0.1 * number) for number in range(1, 7)]
     assert axis(seeds) == "epoch (the first are off the scale)"
     assert axis([*seeds, *others]) == "epoch", "single seeds are not drawn, and their mean lies within"
+    falls = make("adam", first=54.0, diverged=True)
+    falls.epochs[-2]["test_accuracy"] = 10.0
+    assert axis([*others, falls]) == "epoch", "it is the last that are off"
 
 
 ECONOMICAL_ON_CIFAR = ECONOMICAL | {"steady_start": True, "lr": 0.3, "weight_decay": 0.001667}

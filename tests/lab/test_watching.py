@@ -6,7 +6,9 @@ import pytest
 from rich.console import Console
 
 from adahessian.lab.tasks.images import EXPERIMENTS
+from adahessian.lab.tasks.task import Metric
 from adahessian.lab.watching import LiveWatcher
+from adahessian.lab.watching import shown as in_words
 
 
 @pytest.fixture
@@ -80,3 +82,17 @@ def test_before_the_first_step_a_terminal_says_what_is_waited_for(plan):
         plan.compiled = compiled
         lines = shown(plan, [], steps=(), width=120, force_terminal=True, color_system=None)
         assert [line for line in lines if line.strip()][-1].rstrip().endswith(expected)
+
+
+def test_units_are_shown_where_there_are_some():
+    percent = Metric(name="a", title="validation accuracy, top 1, %")
+    assert in_words(percent, {"a": 70.0}) == "validation accuracy 70.00%"
+    assert in_words(Metric(name="a", title="test perplexity"), {"a": 70.0}) == "test perplexity 70.00"
+
+
+def test_on_a_terminal_what_is_trained_breaks_between_words(plan):
+    lines = shown(plan, [], steps=(), width=40, force_terminal=True, color_system=None)
+    assert "".join(lines[:3]).replace(" ", "").startswith("ResNet20onCIFAR-10:adahessian,seed1.")
+    assert all(len(line) <= 40 for line in lines)
+    plan.compiled = True
+    assert "160 epochs of 2 steps on cpu in float32, compiled" in shown(plan, [], steps=(), width=40)[0]

@@ -80,7 +80,7 @@ def as_the_first_has_it(numbers: dict[str, float], share: Share, device: torch.d
 
 
 def from_all(states: dict[str, Tensor], share: Share, device: torch.device) -> list[dict[str, Tensor]]:
-    """What each of the processes has: bytes, of the same length everywhere."""
+    """What each of the processes has: tensors, of the same size everywhere."""
     if share.ranks == 1:
         return [states]
     gathered: list[dict[str, Any]] = [{} for _ in range(share.ranks)]

@@ -334,6 +334,7 @@ class _Run:
 
     def _save(self) -> None:
         random = from_all(random_states(self.device), self.share, self.device)
+        loss_sums = from_all({"loss_sum": self.loss_sum}, self.share, self.device)
         if not self.writes:
             return
         content = {
@@ -345,7 +346,7 @@ class _Run:
             "epochs_done": self.epochs_done,
             "steps_per_epoch": self.steps_per_epoch,
             "steps_in_epoch": self.steps_in_epoch,
-            "loss_sum": self.loss_sum,
+            "loss_sum": torch.stack([of_rank["loss_sum"] for of_rank in loss_sums]),
             "seconds": self.seconds,
             "records": self.records,
             "kept": self.kept,
@@ -374,7 +375,8 @@ class _Run:
         self.schedule.load_state_dict(saved["schedule"])
         set_random_states(saved["random"][self.share.rank], self.device)
         self.epochs_done, self.steps_in_epoch = saved["epochs_done"], saved["steps_in_epoch"]
-        self.loss_sum.copy_(saved["loss_sum"])
+        # Checkpoints of one process used to have a single number here.
+        self.loss_sum.copy_(saved["loss_sum"].flatten()[self.share.rank])
         self.seconds = saved["seconds"]
         self.records, self.kept = saved["records"], saved["kept"]
         self.history = [*saved["history"], *self.history]

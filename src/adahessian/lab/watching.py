@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn
-from rich.table import Column
 
+from adahessian.lab.processes import is_first
 from adahessian.lab.tasks.task import Metric
 from adahessian.lab.training import Plan
 
@@ -84,7 +84,7 @@ class LiveWatcher:
             # A log has whole lines; on a terminal they break between words.
             soft_wrap=not self._console.is_terminal,
         )
-        first = f"the first step{', which compiles' if plan.compiled else ''}"
+        first = f"the {'next' if steps_done else 'first'} step{', which compiles' if plan.compiled else ''}"
         self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status=first)
         self._printed = self._looked = time.perf_counter()
 
@@ -158,15 +158,12 @@ class LiveWatcher:
 class _FoldedColumn(ProgressColumn):
     """The status, in several lines where the terminal is narrow."""
 
-    def __init__(self) -> None:
-        super().__init__(table_column=Column())
-
     def render(self, task: Task) -> _Folded:
         return _Folded(task.fields["status"].split(_PARTED))
 
 
 class _Folded:
-    """Parts that stay whole, as many a line as there is room for."""
+    """Parts that stay whole, as many a line as there is room for, if there is for the longest."""
 
     def __init__(self, parts: list[str]) -> None:
         self._parts = parts
@@ -216,6 +213,8 @@ def _duration(seconds: float) -> str:
 
 
 def _tensorboard(plan: Plan, steps_done: int) -> Any:
+    if not is_first():
+        return None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

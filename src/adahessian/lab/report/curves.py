@@ -194,8 +194,9 @@ def _limit(axes: Axes, groups: Sequence[Group], metric: Metric) -> bool:
     low, high = min(values), max(values)
     margin = 0.05 * (high - low) or 0.5
     axes.set_ylim(low - margin, high + margin)
-    drawn = [value for line in axes.get_lines() for value in np.asarray(line.get_ydata(), dtype=float)]
-    return any(not low - margin <= value <= high + margin for value in drawn)
+    drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
+    firsts = (value for line in drawn for value in line[: int(_FIRST * len(line))])
+    return any(not low - margin <= value <= high + margin for value in firsts)
 
 
 def _end_in_corner(axes: Axes, groups: Sequence[Group], metric: Metric) -> Axes | None:

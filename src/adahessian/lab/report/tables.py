@@ -9,7 +9,7 @@ from adahessian.lab.report.document import Table
 from adahessian.lab.report.groups import Group
 from adahessian.lab.report.wording import group_title
 from adahessian.lab.settings import OPTIMIZER_TITLES
-from adahessian.lab.tasks.task import PaperNumber
+from adahessian.lab.tasks.task import Metric, PaperNumber
 
 
 def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
@@ -20,13 +20,14 @@ def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
         of_task: All runs of the task, among which times find what they are set against.
     """
     experiment = groups[0].experiment
-    metric, others = experiment.metric, (*experiment.beside, *experiment.others)
+    metric, beside, others = experiment.metric, experiment.beside, experiment.others
     several_conditions = differ_in_conditions(groups)
     shows_best = experiment.paper_is_best_epoch
     return Table(
         headings=[
             "optimizer",
             metric.title,
+            *(other.title for other in beside),
             "best epoch",
             "paper",
             "seeds",
@@ -39,11 +40,11 @@ def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
             [
                 group_title(group, with_conditions=several_conditions),
                 shown_final(group, metric.name, metric.digits),
+                *_shown_others(group, beside),
                 group.best_epoch.shown(metric.digits) if shows_best and group.best_epoch else "",
                 "" if group.changed else shown_paper(group.experiment.paper.get(group.optimizer), metric.digits),
                 shown_seeds(group),
-                # That it diverged has been said.
-                *(shown_final(group, other.name, other.digits) if group.finished else "" for other in others),
+                *_shown_others(group, others),
                 "" if group.train_loss is None else group.train_loss.shown(4),
                 _shown_time(step_time(group, of_task)),
                 "" if group.peak_bytes is None else f"{group.peak_bytes / 2**30:.2f} GiB",
@@ -64,6 +65,11 @@ def shown_final(group: Group, metric: str, digits: int) -> str:
         return "diverged"
     spread = group.final(metric)
     return "" if spread is None else spread.shown(digits)
+
+
+def _shown_others(group: Group, metrics: Sequence[Metric]) -> list[str]:
+    # That it diverged is said once.
+    return [shown_final(group, metric.name, metric.digits) if group.finished else "" for metric in metrics]
 
 
 def shown_seeds(group: Group) -> str:

@@ -28,7 +28,6 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 # Views of training images that batch norm's statistics are recomputed from.
 _STATISTICS_OF = 5_000
 
-
 _IMAGENET_MEAN, _IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -211,7 +210,8 @@ class ImageTask(Task[Batch]):
     def _with_recomputed_statistics(self, model: nn.Module) -> nn.Module:
         """A copy whose batch norms have the statistics of some batches of the first epoch, for the weights as they are.
 
-        The running ones are a mean over the last steps, of which each had other weights.
+        The running ones are a mean over the last steps, of which each had other weights. Of several processes each
+        takes its share of these batches.
         """
         recomputed = copy.deepcopy(model)
         batches = itertools.islice(self.batches(epoch=0), math.ceil(_STATISTICS_OF / self._batch_size))
@@ -304,7 +304,7 @@ _VALIDATION_ACCURACY = Metric(name="test_accuracy", title="validation accuracy, 
 _STATISTICS = (
     "The accuracy is with batch norm's running statistics, as the authors'. While the learning rate is high these lag "
     "behind the weights, and it goes up and down by several points from epoch to epoch. Runs also record what the same "
-    f"weights reach with statistics recomputed from {_STATISTICS_OF:,} training images."
+    f"weights reach with statistics recomputed from about {_STATISTICS_OF:,} training images, as cropped for training."
 )
 _OURS = "Adagrad and RMSprop are not in the paper: their learning rates are common ones, and were not searched."
 
