@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from test_report import ECONOMICAL_ON_CIFAR, column, make_run, write
+from report_cases import ECONOMICAL_ON_CIFAR, column, make_run, write
 from torch import nn
 from torch.func import functional_call
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import adahessian
+from adahessian.lab.settings import ECONOMICAL
 
 # The paper's decay for all: as an L2 term of the gradient for SGD and Adam, decoupled and divided by the learning rate
 # for AdamW and AdaHessian, which comes to shrinking the weights by this share a step.
@@ -69,7 +70,12 @@ def _adahessian(model: nn.Module, lr: float, seed: int) -> Optimizer:
 def _economical_adahessian(model: nn.Module, lr: float, seed: int) -> Optimizer:
     groups = adahessian.param_groups(model, weight_decay=WEIGHT_DECAY / lr)
     return adahessian.AdaHessian(
-        groups, lr, seed=seed, update_every=10, warmup_steps=ECONOMICAL_WARMUP_STEPS, steady_start=True
+        groups,
+        lr,
+        seed=seed,
+        update_every=ECONOMICAL["update_every"],
+        warmup_steps=ECONOMICAL_WARMUP_STEPS,
+        steady_start=True,
     )
 
 
@@ -83,6 +89,6 @@ CONTENDERS = (
         lr=1.0,
         searched_lrs=_OTHER_LRS,
         build=_economical_adahessian,
-        batch_fraction=0.25,
+        batch_fraction=ECONOMICAL["batch_fraction"],
     ),
 )

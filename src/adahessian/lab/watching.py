@@ -85,7 +85,7 @@ class LiveWatcher:
             soft_wrap=not self._console.is_terminal,
         )
         first = f"the {'next' if steps_done else 'first'} step{', which compiles' if plan.compiled else ''}"
-        self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status=first)
+        self._line = self._bar.add_task(plan.optimizer, total=self._steps, completed=steps_done, status=[first])
         self._printed = self._looked = time.perf_counter()
 
     def step(self, *, step: int, loss: float | None, lr: float) -> None:
@@ -124,7 +124,7 @@ class LiveWatcher:
         now = time.perf_counter()
         if not self._console.is_terminal and now - self._printed >= every:
             self._printed = now
-            self._console.print(self._status(lr), highlight=False, soft_wrap=True)
+            self._console.print(_PARTED.join(self._status(lr)), highlight=False, soft_wrap=True)
 
     def _time_steps(self) -> None:
         """The time of a step of late, so that compiling is soon forgotten; evaluation counts, as it takes time too."""
@@ -136,7 +136,7 @@ class LiveWatcher:
             self._looks += 1
             self._looked, self._step_looked_at = now, self._step
 
-    def _status(self, lr: float) -> str:
+    def _status(self, lr: float) -> list[str]:
         assert self._plan is not None
         seconds = self._seconds
         epochs = self._plan.settings.epochs
@@ -152,14 +152,14 @@ class LiveWatcher:
                 f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step",
                 f"{_duration(seconds * (self._steps - self._step))} left",
             ]
-        return _PARTED.join(filter(None, parts))
+        return [*filter(None, parts)]
 
 
 class _FoldedColumn(ProgressColumn):
     """The status, in several lines where the terminal is narrow."""
 
     def render(self, task: Task) -> _Folded:
-        return _Folded(task.fields["status"].split(_PARTED))
+        return _Folded(task.fields["status"])
 
 
 class _Folded:
