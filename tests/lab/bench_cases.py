@@ -23,7 +23,8 @@ TINY = {
 }
 SHAPES = update.SHAPES
 TINY_SHAPES = {"matrices of 64 x 64": lambda: [(64, 64)] * 2, "more than there is": lambda: [(2**50,)]}
-WHOLE_STEPS = ["SGD", "Adam", "AdamW", "AdaHessian, every step", "AdaHessian, every 10 steps on a quarter"]
+ON_A_QUARTER = [f"AdaHessian, every {n} steps on a quarter" for n in (10, 20)]
+WHOLE_STEPS = ["SGD", "Adam", "AdamW", "AdaHessian, every step", *ON_A_QUARTER]
 PROBES = ["1 probe", "2 probes", "4 probes"]
 MORE_OF_OVERHEAD = [f"AdaHessian, every {n} steps" for n in (2, 3, 4, 5)]
 
