@@ -133,10 +133,21 @@ def test_the_rest_is_torchs_own(monkeypatch, kind):
         model, x = model.bfloat16(), x.bfloat16()
     autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else nullcontext()
     with autocast:
-        expected, _ = model(x)
+        expected = output_or_refusal(model, x)
         with replaced_by_name(WRITTEN_OUT):
-            found, _ = model(x)
-    torch.testing.assert_close(found, expected)
+            found = output_or_refusal(model, x)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+def output_or_refusal(model, x):
+    """What torch makes of it: not every processor has recurrent layers in low precision."""
+    try:
+        return model(x)[0]
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("shapes", [(3, 1), (1, 3)])

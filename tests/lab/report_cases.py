@@ -70,6 +70,13 @@ def make_run(
     )
 
 
+def with_recomputed(run, accuracy=91.0):
+    """A run of today: older ones did not record the accuracy with recomputed statistics."""
+    for record in (*run.epochs[: -1 if run.diverged else None], *([] if run.diverged else [run.final])):
+        record["test_accuracy_recomputed"] = accuracy
+    return run
+
+
 def write(run, folder):
     path = folder / f"{run.task}_{run.name}_seed-{run.seed}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

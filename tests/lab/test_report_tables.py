@@ -2,7 +2,7 @@ import math
 from statistics import mean, stdev
 
 import pytest
-from report_cases import ECONOMICAL_ON_CIFAR, column, make_run, table_of
+from report_cases import ECONOMICAL_ON_CIFAR, column, make_run, table_of, with_recomputed
 
 from adahessian.lab.report.command import make_document
 from adahessian.lab.report.costs import step_seconds, step_time
@@ -144,17 +144,18 @@ def test_times_of_runs_that_shared_the_device_are_left_out():
 
 
 def test_a_number_that_some_seeds_lack_is_no_mean():
-    both = [make_run("sgd", seed, final={"test_accuracy": 92.0, "test_accuracy_recomputed": 91.0}) for seed in (1, 2)]
+    both = [with_recomputed(make_run("sgd", seed)) for seed in (1, 2)]
     heading = "accuracy with recomputed statistics, %"
     assert column(table_of(group_runs(both)), heading) == {"SGD": "91.00 ± 0.00"}
     assert list(table_of(group_runs(both)).headings).index(heading) == 2, "beside the metric"
     older = [make_run("adahessian", 1), make_run("adam", 1), make_run("adam", 2, diverged=True)]
-    newer = make_run("adahessian", 2, final=both[0].final)
+    newer = with_recomputed(make_run("adahessian", 2))
     gone = make_run("adamw", diverged=True)
-    found = table_of(group_runs([*both, *older, newer, gone]))
-    assert column(found, heading) == {"SGD": "91.00 ± 0.00", "AdaHessian": "", "Adam": "", "AdamW": ""}
+    found = table_of(group_runs([*both, older[0], newer, gone]))
+    assert column(found, heading) == {"SGD": "91.00 ± 0.00", "AdaHessian": "", "AdamW": ""}
     assert column(found, "test accuracy, %")["AdamW"] == "diverged"
-    assert heading not in table_of(group_runs([*older, gone])).headings
+    assert heading not in table_of(group_runs([*both, *older, newer])).headings, "one of three is no comparison"
+    assert heading not in table_of(group_runs([gone])).headings
 
 
 def test_what_a_terminal_has_no_room_for_is_named():
@@ -172,6 +173,7 @@ def test_economical_runs_are_called_so_and_stand_before_their_variants():
         "economical, uncorrected": ECONOMICAL,
         "economical, 4 probes": preset | {"num_probes": 4},
         "economical, but on the whole batch": preset | {"batch_fraction": 1.0},
+        "economical, but every 20 steps": preset | {"update_every": 20},
         "economical, lr 0.2": preset | {"lr": 0.2},
         "economical, no steady start": preset | {"steady_start": False},
         "economical, uncorrected, but on 12.5% of the batch": ECONOMICAL | {"batch_fraction": 0.125},
@@ -194,6 +196,9 @@ def test_what_is_economical_in_part_is_said_in_full():
     for others in ([], [economical]):
         group = group_runs([in_part, *others])[-1]
         assert group_title(group, with_conditions=False) == "AdaHessian, curvature every 10 steps on 25% of the batch"
+    twice_otherwise = make_run("adahessian", **ECONOMICAL | {"batch_fraction": 1.0, "update_every": 15})
+    (group,) = group_runs([twice_otherwise])
+    assert group_title(group, with_conditions=False).startswith("AdaHessian, curvature every 15 steps after 1 epoch")
 
 
 def test_what_is_switched_off_is_told_from_what_is_as_ever():

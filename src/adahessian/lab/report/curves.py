@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from adahessian.lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from adahessian.lab.report.costs import hardware
 from adahessian.lab.report.document import Picture
-from adahessian.lab.report.groups import Group
+from adahessian.lab.report.groups import Group, shown_beside
 from adahessian.lab.report.phrases import phrases
 from adahessian.lab.report.tables import differ_in_conditions
 from adahessian.lab.report.themes import Theme, style
@@ -62,9 +62,9 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
     experiment = groups[0].experiment
     if all(len(run.epochs) < 2 for group in groups for run in group.runs):
         return
-    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS, *experiment.beside)):
+    for metric in dict.fromkeys((experiment.curve, _TRAIN_LOSS, *shown_beside(groups))):
         # What older runs did not record is drawn of the others.
-        having = [group for group in groups if metric not in experiment.beside or _all_record(group, metric)]
+        having = [group for group in groups if metric not in experiment.beside or group.records(metric)]
         drawn = plainest(having)
         timed = [group for group in drawn if any(not run.shared for run in group.runs)]
         for by, shown in (("epoch", drawn), ("time", timed)):
@@ -74,10 +74,6 @@ def task_pictures(groups: Sequence[Group]) -> Iterator[Picture]:
                     caption=f"{section_title(groups[0])}: {metric.title} by {by}",
                     draw=partial(_draw, shown, len(groups), metric, by),
                 )
-
-
-def _all_record(group: Group, metric: Metric) -> bool:
-    return bool(group.finished) and all(metric.name in epoch for run in group.finished for epoch in run.epochs)
 
 
 def plainest(groups: Sequence[Group]) -> list[Group]:

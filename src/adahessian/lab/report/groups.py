@@ -13,7 +13,7 @@ from adahessian.lab.report.phrases import is_economical, phrases
 from adahessian.lab.runs import Result, label
 from adahessian.lab.settings import OptimizerName, Settings
 from adahessian.lab.tasks.registry import EXPERIMENTS
-from adahessian.lab.tasks.task import Experiment
+from adahessian.lab.tasks.task import Experiment, Metric
 
 # In the order of the paper's tables; what is not in them comes before AdaHessian.
 OPTIMIZER_ORDER: tuple[OptimizerName, ...] = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "adahessian")
@@ -89,6 +89,12 @@ class Group:
             return None
         return Spread.of([run.final[metric] for run in self.finished])
 
+    def records(self, metric: Metric) -> bool:
+        """Whether all runs that did not diverge have a number, in the end and after every epoch."""
+        return bool(self.finished) and all(
+            metric.name in record for run in self.finished for record in (run.final, *run.epochs)
+        )
+
     @property
     def best_epoch(self) -> Spread | None:
         """The best that any epoch came to, over the runs that did not diverge."""
@@ -109,6 +115,16 @@ class Group:
 
 def _diverged(run: Result, metric: str) -> bool:
     return run.diverged or not math.isfinite(run.final.get(metric, math.nan))
+
+
+def shown_beside(groups: Sequence[Group]) -> list[Metric]:
+    """Metrics beside the task's own that half of the groups have recorded, or more. Of fewer there is no comparison."""
+    finished = [group for group in groups if group.finished]
+    return [
+        metric
+        for metric in groups[0].experiment.beside
+        if 2 * sum(group.records(metric) for group in finished) >= max(1, len(finished))
+    ]
 
 
 def known(runs: Iterable[Result]) -> tuple[list[Result], list[str]]:

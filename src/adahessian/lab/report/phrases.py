@@ -40,6 +40,8 @@ def phrases(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> list[st
         ['economical', '4 probes']
         >>> phrases({**ECONOMICAL, "batch_fraction": 0.5}, economies)
         ['economical', 'uncorrected', 'but on 50% of the batch']
+        >>> phrases({**economies, "update_every": 20}, economies)
+        ['economical', 'but every 20 steps']
     """
     if is_economical(changed):
         found, said = _economically(changed, economies)
@@ -49,10 +51,9 @@ def phrases(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> list[st
 
 
 def is_economical(changed: Mapping[str, Any]) -> bool:
-    """Whether curvature is measured as by ``--economical``, but for the part of the batch."""
-    return all(
-        name in changed and changed[name] == value for name, value in ECONOMICAL.items() if name != "batch_fraction"
-    )
+    """Whether curvature is measured as by ``--economical``, but for the part of the batch or for how often."""
+    differing = [name for name, value in ECONOMICAL.items() if changed.get(name) != value]
+    return differing in ([], ["batch_fraction"]) or (differing == ["update_every"] and "update_every" in changed)
 
 
 def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[list[str], set[str]]:
@@ -66,9 +67,10 @@ def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> t
         own = [name.replace("_", " ") for name in lacking if name != "steady_start"]
         found += [f"the task's own {' and '.join(own)}"] * bool(own)
         found += ["no steady start"] * ("steady_start" in lacking)
-    fraction = changed.get("batch_fraction", 1.0)
-    if fraction != ECONOMICAL["batch_fraction"]:
-        found.append("but " + _one("batch_fraction", fraction))
+    for name, otherwise in (("batch_fraction", 1.0), ("update_every", 1)):
+        value = changed.get(name, otherwise)
+        if value != ECONOMICAL[name]:
+            found.append("but " + _one(name, value).removeprefix("curvature "))
     return found, {*ECONOMICAL, *(name for name in corrections if changed.get(name) == economies[name])}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from adahessian.lab.report.costs import StepTime, step_time
 from adahessian.lab.report.document import Table
-from adahessian.lab.report.groups import Group
+from adahessian.lab.report.groups import Group, shown_beside
 from adahessian.lab.report.wording import group_title
 from adahessian.lab.settings import OPTIMIZER_TITLES
 from adahessian.lab.tasks.task import Metric, PaperNumber
@@ -20,7 +20,7 @@ def task_table(groups: Sequence[Group], of_task: Sequence[Group]) -> Table:
         of_task: All runs of the task, among which times find what they are set against.
     """
     experiment = groups[0].experiment
-    metric, beside, others = experiment.metric, experiment.beside, experiment.others
+    metric, beside, others = experiment.metric, shown_beside(groups), experiment.others
     several_conditions = differ_in_conditions(groups)
     shows_best = experiment.paper_is_best_epoch
     return Table(
