@@ -156,11 +156,28 @@ def test_training_perplexity():
 
 def test_stand_ins_have_tables_of_their_own():
     assert list(stand_in_tables([])) == []
-    groups = group_runs([make_run("adamw", task="multi30k-de-en", accuracy=33.0)])
+    groups = group_runs(
+        [
+            make_run("adamw", task="multi30k-de-en", accuracy=33.0),
+            make_run("sgd", task="image-folder-resnet18", accuracy=61.0, epochs=20),
+            make_run("adahessian", task="image-folder-resnet18", accuracy=62.0, epochs=20),
+            make_run("adahessian", task="image-folder-resnet18", accuracy=63.0, epochs=20, lr=0.3),
+            make_run("adamw", task="glue-rte", accuracy=58.0, model="minilm-l6"),
+            make_run("adamw", task="glue-rte", accuracy=59.0, lr=0.01),
+            make_run("sgd", batch_size=128),
+        ]
+    )
     (table,) = stand_in_tables(groups)
     assert "Stand-ins" in table.title
     assert "Not in the paper" in table.note
-    assert table.filled(groups).rows == [["AdamW", "33.00 (1 seed)"]]
+    resnet18 = "ResNet18 on a folder of images, 20 epochs"
+    assert [[row[0], row[1], row[3]] for row in table.filled(groups).rows] == [
+        [resnet18, "SGD", "61.00 (1 seed)"],
+        [resnet18, "AdaHessian", "62.00 (1 seed)"],
+        [resnet18, "AdaHessian, lr 0.3", "63.00 (1 seed)"],
+        ["small Transformer on Multi30k, German to English", "AdamW", "33.00 (1 seed)"],
+        ["Fine-tuning on RTE, model minilm-l6", "AdamW", "58.00 (1 seed)"],
+    ]
     assert all(cell == "" for cell in column(table_of("Table 3", groups), "IWSLT14, ours").values())
 
 
@@ -259,7 +276,7 @@ def test_paper_is_written_from_runs_and_results(tmp_path, capsys):
     Paper(runs=(other,), results=results, output=tmp_path / "paper").run()
     text = (tmp_path / "paper" / "paper.md").read_text()
     assert "| SGD | 92.08 ± 0.08 | 92.00 (1 seed) |" in text
-    assert "Stand-ins for image classification" in text
+    assert "Stand-ins" in text
     assert "| resnet20, eager: AdaHessian, every step | 5.00 | 2.35 | 2.42 |" in text
     assert "Figure 7: curves, ResNet20 on CIFAR-10" in text
     assert "Figure 2" not in text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
-from adahessian.lab.paper.cells import Average, Cell, Entry, PaperTable, shown
+from adahessian.lab.paper.cells import Average, Cell, Entry, PaperTable
 from adahessian.lab.paper.numbers import (
     GLUE,
     GLUE_AVERAGE,
@@ -14,8 +16,10 @@ from adahessian.lab.paper.numbers import (
     TRAINING_PERPLEXITY,
 )
 from adahessian.lab.report.groups import OPTIMIZER_ORDER, Group
+from adahessian.lab.report.phrases import phrases
 from adahessian.lab.report.tables import shown_paper
-from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName
+from adahessian.lab.report.wording import group_title, section_title
+from adahessian.lab.settings import OPTIMIZER_TITLES, OptimizerName, Settings
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import PaperNumber
 
@@ -23,12 +27,8 @@ _IMAGES = {"cifar10-resnet20": "ResNet20, CIFAR-10", "cifar10-resnet32": "ResNet
 _TRANSLATION = {"iwslt14-de-en": "IWSLT14", "wmt14-en-de": "WMT14"}
 _LANGUAGE = {"ptb-tensorized": "PTB", "wikitext103-tensorized": "WikiText-103"}
 
-# Tasks that are not in the paper, by the table that they stand in for.
-_STAND_INS = {
-    "image classification": ("image-folder-resnet18", "digits"),
-    "translation": ("multi30k-de-en", "tatoeba-de-en"),
-    "language modelling": ("wikitext2-tensorized", "ptb-transformer"),
-}
+# What decides how a network is trained. All else that a task has decides which, and on what.
+_OF_EVERY_TASK = frozenset(field.name for field in fields(Settings))
 
 
 def result_tables() -> Iterator[PaperTable]:
@@ -117,20 +117,29 @@ def _glue() -> PaperTable:
 
 
 def stand_in_tables(groups: Sequence[Group]) -> Iterator[PaperTable]:
-    """What was run of tasks that the paper does not have."""
-    for area, tasks in _STAND_INS.items():
-        at_hand = [task for task in tasks if any(group.experiment.name == task for group in groups)]
-        cells = {optimizer: [Cell(task=task, optimizer=optimizer) for task in at_hand] for optimizer in OPTIMIZER_ORDER}
-        rows: list[list[Entry]] = [
-            [OPTIMIZER_TITLES[optimizer], *of_optimizer]
-            for optimizer, of_optimizer in cells.items()
-            if any(shown(cell, groups) for cell in of_optimizer)
-        ]
-        if rows:
-            metrics = [f"{EXPERIMENTS[task].title}: {EXPERIMENTS[task].metric.title}" for task in at_hand]
-            yield PaperTable(
-                title=f"Stand-ins for {area}",
-                headings=["optimizer", *metrics],
-                rows=rows,
-                note="Not in the paper, and no measure of its numbers.",
-            )
+    """What was run of tasks that the paper does not have, and of its own on other data or with another network."""
+    rows: list[list[Entry]] = []
+    for group in groups:
+        others = _data_and_network(group)
+        if not others and group.experiment.paper:
+            continue
+        settings = {name: value for name, value in group.distinctive.items() if name not in others}
+        rows.append(
+            [
+                ", ".join([section_title(group), *phrases(others, {})]),
+                group_title(replace(group, distinctive=settings), with_conditions=False),
+                group.experiment.metric.title,
+                Cell(task=group.experiment.name, optimizer=group.optimizer, settings=group.changed),
+            ]
+        )
+    if rows:
+        yield PaperTable(
+            title="Stand-ins: other data and networks than the paper's",
+            headings=["task", "optimizer", "metric", "ours"],
+            rows=rows,
+            note="Not in the paper, and no measure of its numbers.",
+        )
+
+
+def _data_and_network(group: Group) -> dict[str, Any]:
+    return {name: value for name, value in group.changed.items() if name not in _OF_EVERY_TASK}
