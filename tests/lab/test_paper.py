@@ -79,6 +79,8 @@ def test_delays_and_their_costs():
             # With a learning rate of its own, and with that of --economical.
             make_run("adahessian", accuracy=20.0, update_every=3, lr=0.2),
             make_run("adahessian", accuracy=30.0, **ECONOMICAL_ON_CIFAR),
+            make_run("adahessian", accuracy=40.0, **ECONOMICAL_ON_CIFAR | {"update_every": 20}),
+            make_run("adahessian", accuracy=50.0, **ECONOMICAL_ON_CIFAR | {"num_probes": 4}),
         ]
     )
     table = table_of("Table 8: Hessian every so many steps, ResNet20", groups)
@@ -89,8 +91,8 @@ def test_delays_and_their_costs():
     assert rows["time of a step x Adam, ours"] == ["2.00", "1.60", "", "", "", "0.88", ""]
     assert rows["time of a step x SGD, paper"][:5] == ["2.42", "1.71", "1.47", "1.36", "1.28"]
     economical = table_of("AdaHessian with less curvature", groups, list(other_sweep_tables(groups)))
-    assert [row[2] for row in economical.rows] == ["30.00 (1 seed)", "10.00 (1 seed)", "10.00 (1 seed)"]
-    assert [row[3] for row in economical.rows] == ["92.20 (1 seed)"] * 3
+    assert [row[2] for row in economical.rows] == [f"{ours}.00 (1 seed)" for ours in (30, 10, 10, 40)]
+    assert [row[3] for row in economical.rows] == ["92.20 (1 seed)"] * 4
 
 
 def test_learning_rates_times_factors():

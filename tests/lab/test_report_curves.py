@@ -53,6 +53,11 @@ def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
     assert [text.get_text() for text in all_legend.get_texts()] == ["SGD", "Adam (diverged)", "AdaHessian"]
     with_a_diverged_seed = [newer, with_recomputed(make_run("adahessian", 2, diverged=True))]
     assert any("recom" in picture.file for picture in task_pictures(group_runs(with_a_diverged_seed)))
+    from_some_epoch_on, without_an_end = (with_recomputed(make_run()) for _ in range(2))
+    del from_some_epoch_on.epochs[0]["test_accuracy_recomputed"]
+    del without_an_end.final["test_accuracy_recomputed"]
+    for run in (from_some_epoch_on, without_an_end):
+        assert not any("recom" in picture.file for picture in task_pictures(group_runs([run])))
     few = group_runs([older, newer, make_run("adamw")])
     assert not any("recom" in picture.file for picture in task_pictures(few)), "one of three is no comparison"
 

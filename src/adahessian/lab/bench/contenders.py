@@ -88,7 +88,7 @@ def _adahessian(
 
 
 def measuring_every(steps: int) -> str:
-    """What AdaHessian is called that measures on the whole batch, in so many steps once."""
+    """What AdaHessian is called that measures in so many steps once, on the whole batch unless something is added."""
     return "AdaHessian, every step" if steps == 1 else f"AdaHessian, every {steps} steps"
 
 
@@ -105,7 +105,7 @@ def with_probes(count: int) -> Contender:
 
 # The intervals of the paper's overhead table.
 INTERVALS = (1, 2, 3, 4, 5)
-# Those of the economical settings.
+# For a part of the batch: that of `adahessian train --economical`, and twice of it.
 RARE_INTERVALS = (10, 20)
 _COMPILED_MODES: tuple[Mode, ...] = ("compiled", "captured")
 

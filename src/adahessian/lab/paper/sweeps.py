@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from adahessian.lab.bench.tables import PAPER_OVERHEAD
 from adahessian.lab.paper.cells import Cell, Cost, Entry, PaperTable
@@ -160,8 +161,13 @@ def _delays(task: str) -> PaperTable:
 
 
 def is_the_same_but_cheaper(group: Group) -> bool:
-    """Whether runs have the paper's settings but for the curvature they measure, or those of ``--economical``."""
-    return group.changed.keys() <= _OF_MEASURING or group.changed == group.experiment.economies
+    """Whether runs have the paper's settings, or those of ``--economical``, but for the curvature they measure."""
+    others = _but_for_measuring(group.changed)
+    return not others or others == _but_for_measuring(group.experiment.economies)
+
+
+def _but_for_measuring(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OF_MEASURING}
 
 
 def _economies(groups: Sequence[Group]) -> PaperTable:

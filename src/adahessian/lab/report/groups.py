@@ -123,7 +123,7 @@ def shown_beside(groups: Sequence[Group]) -> list[Metric]:
     return [
         metric
         for metric in groups[0].experiment.beside
-        if 2 * sum(group.records(metric) for group in finished) >= max(1, len(finished))
+        if 2 * sum(group.records(metric) for group in finished) >= len(finished)
     ]
 
 

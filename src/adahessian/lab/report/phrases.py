@@ -53,7 +53,7 @@ def phrases(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> list[st
 def is_economical(changed: Mapping[str, Any]) -> bool:
     """Whether curvature is measured as by ``--economical``, but for the part of the batch or for how often."""
     differing = [name for name, value in ECONOMICAL.items() if changed.get(name) != value]
-    return differing in ([], ["batch_fraction"]) or (differing == ["update_every"] and "update_every" in changed)
+    return differing in ([], ["batch_fraction"], ["update_every"])
 
 
 def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[list[str], set[str]]:
