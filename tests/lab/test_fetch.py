@@ -165,6 +165,14 @@ def test_a_file_that_is_there_stays(server, publish, tmp_path):
     assert server.requests == []
 
 
+def test_what_is_there_in_another_form_is_not_fetched(server, publish, tmp_path, capsys):
+    publish(("rows.tar", CONTENT, {}), also=("rows-in-text", "rows-in-bytes"))
+    (tmp_path / "rows-in-bytes").mkdir()
+    run(tmp_path)
+    assert "It is there already, as rows-in-bytes" in capsys.readouterr().out
+    assert server.requests == []
+
+
 def test_no_network_names_the_address_and_the_way_around(server, publish, tmp_path):
     publish(("rows.bin", CONTENT, {"url": "http://127.0.0.1:9/rows.bin"}))
     with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:9/rows\.bin cannot be reached.*--data-dir"):

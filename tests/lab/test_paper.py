@@ -274,12 +274,16 @@ def test_paper_is_written_from_runs_and_results(tmp_path, capsys):
     write(make_run("sgd"), results)
     other = write(make_run("adahessian", task="digits"), tmp_path / "elsewhere")
     (results / "bench-cuda.json").write_text(json.dumps(bench("cuda")))
+    (results / "bench-of-updates.json").write_text(json.dumps(bench("cuda") | {"cells": {}}))
     (results / "bench-broken.json").write_text("{")
-    Paper(runs=(other,), results=results, output=tmp_path / "paper").run()
+    (mine := tmp_path / "mine.json").write_text(json.dumps(bench("cpu")))
+    Paper(runs=(other, results, mine), output=tmp_path / "paper").run()
     text = (tmp_path / "paper" / "paper.md").read_text()
     assert "| SGD | 92.08 ± 0.08 | 92.00 (1 seed) |" in text
     assert "Stand-ins" in text
-    assert "| resnet20, eager: AdaHessian, every step | 5.00 | 2.35 | 2.42 |" in text
+    assert text.count("| resnet20, eager: AdaHessian, every step | 5.00 | 2.35 | 2.42 |") == 2
+    assert "mine.json" in text
+    assert "bench-of-updates" not in text
     assert "Figure 7: curves, ResNet20 on CIFAR-10" in text
     assert "Figure 2" not in text
     drawn = [part.partition('"')[0] for part in text.split('<img src="')[1:]]
@@ -290,27 +294,38 @@ def test_paper_is_written_from_runs_and_results(tmp_path, capsys):
 
 def test_missing_writes_nothing(tmp_path, capsys):
     write(make_run("sgd"), tmp_path / "results")
-    Paper(results=tmp_path / "results", output=tmp_path / "paper", missing=True).run()
+    Paper(runs=(tmp_path / "results",), output=tmp_path / "paper", missing=True).run()
     out = capsys.readouterr().out
     assert "adahessian train cifar10-resnet20 --optimizer sgd --seeds 2 3 4 5 --data-dir DIR" in out
     assert "commands to go" in out
     assert not (tmp_path / "paper").exists()
 
 
+def test_runs_are_looked_for_in_the_folder_of_train(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = "(1 of 5 seeds are there)"
+    Paper(missing=True).run()
+    assert there not in capsys.readouterr().out
+    write(make_run("sgd"), tmp_path / "runs")
+    write(make_run("adam"), tmp_path / "results")
+    Paper(missing=True).run()
+    assert capsys.readouterr().out.count(there) == 1
+
+
 def test_what_is_no_run_is_told(tmp_path):
     with pytest.raises(SystemExit, match=r"adahessian paper: .*cannot be read"):
-        Paper(runs=(tmp_path / "absent.json",), results=tmp_path, output=tmp_path / "paper").run()
+        Paper(runs=(tmp_path / "absent.json",), output=tmp_path / "paper").run()
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=r"adahessian paper: .*another --output"):
-        Paper(results=tmp_path, output=tmp_path / "file").run()
+        Paper(runs=(tmp_path,), output=tmp_path / "file").run()
 
 
 def test_command_line():
-    arguments = ["a", "b.json", "--missing", "--results", "r"]
-    assert tyro.cli(Paper, args=arguments) == Paper(runs=(Path("a"), Path("b.json")), results=Path("r"), missing=True)
+    arguments = ["a", "b.json", "--missing"]
+    assert tyro.cli(Paper, args=arguments) == Paper(runs=(Path("a"), Path("b.json")), missing=True)
     arguments = ["--surface", "w.pt", "--task", "digits", "--block", "0"]
     assert tyro.cli(Paper, args=arguments) == Paper(surface=Path("w.pt"), task="digits", block="0")
 
@@ -414,7 +429,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.usefixtures("no_landscapes")
 def test_surface_of_a_run(trained, tmp_path):
-    paper = Paper(surface=trained, output=tmp_path, results=tmp_path)
+    paper = Paper(surface=trained, output=tmp_path)
     paper.run()
     numbers = json.loads((tmp_path / "figure2.json").read_text())
     assert numbers["eigenvalues"][0] > 0
@@ -427,7 +442,7 @@ def test_surface_of_a_run(trained, tmp_path):
 def test_surface_of_a_run_that_is_under_way(tmp_path):
     parse_train(["digits", "--epochs", "2", "--stop-after-epochs", "1", "--output", str(tmp_path / "runs")]).run()
     (checkpoint,) = (tmp_path / "runs").rglob("checkpoint.pt")
-    Paper(surface=checkpoint, output=tmp_path, results=tmp_path).run()
+    Paper(surface=checkpoint, output=tmp_path).run()
     assert "handwritten digits" in json.loads((tmp_path / "figure2.json").read_text())["shows"]
 
 

@@ -1,8 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
+from adahessian.lab import task_list
 from adahessian.lab.command import main
+from adahessian.lab.runs import label
 from adahessian.lab.settings import OPTIMIZER_TITLES
 from adahessian.lab.tasks.registry import EXPERIMENTS
+from adahessian.lab.train import parse_train
 
 
 def test_all_tasks_are_listed_with_the_papers_numbers(capsys):
@@ -21,6 +26,22 @@ def test_one_task_is_described(name, capsys):
     for optimizer, settings in experiment.defaults.items():
         assert OPTIMIZER_TITLES[optimizer] in said
         assert f"--lr {settings.lr:.4g}" in said
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_settings_are_shown_as_they_are_typed(name):
+    experiment = EXPERIMENTS[name]
+    for optimizer, settings in experiment.defaults.items():
+        of_all = task_list._common_settings(experiment)
+        own = next(
+            row[1].partition("\nthe paper")[0]
+            for row in zip(
+                *(column._cells for column in task_list._differing_settings(experiment).columns), strict=True
+            )
+            if row[0] == OPTIMIZER_TITLES[optimizer]
+        )
+        parsed = parse_train([name, "--optimizer", optimizer, *of_all.split(), *own.split()]).settings
+        assert label(optimizer, replace(parsed, weight_decay=settings.weight_decay), settings) == optimizer
 
 
 def test_an_unknown_one_is_answered_with_all(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,7 +136,7 @@ def test_interrupted_and_resumed_it_ends_in_the_same_bits(tmp_path, undisturbed,
         assert run.returncode == 0, said
     if number != signal.SIGKILL:
         assert run.returncode == 130
-        assert "--resume goes on" in said
+        assert "goes on" in said
     continued = start(tmp_path, "--resume")
     said = continued.communicate(timeout=600)[0]
     assert continued.returncode == 0, said
@@ -287,7 +288,10 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         ),
         (["digits", "--optimizer", "sgd", "--batch-fraction", "0.5"], "--batch-fraction is a setting of AdaHessian"),
         (["cifar10-resnet-20"], "Perhaps you meant cifar10-resnet20?"),
-        ([], "name a task: digits"),
+        ([], "name the task first: digits"),
+        (["--epochs", "2"], "name the task first: digits"),
+        (["digits", "--device", "meta"], "--device meta: torch cannot compute on it here"),
+        (["digits", "--resume", "--overwrite"], "say one of them"),
         (["digits", "--betas", "0.9", "1"], "--betas 0.9 1.0: both must be"),
         (["digits", "--lr", "-1"], "--lr -1.0: it must be 0 or more"),
         (["digits", "--epochs", "0"], "--epochs 0: it must be 1 or more"),
@@ -306,7 +310,21 @@ def test_what_is_wrong_is_said(tmp_path, arguments, said):
 def test_what_cannot_begin_leaves_nothing_behind_and_missing_data_is_to_be_fetched(tmp_path):
     said = refused("cifar10-resnet20", "--data-dir", "nowhere", "--device", "cpu", "--output", str(tmp_path))
     assert "adahessian fetch cifar10-resnet20 gets the data from its owners, or says how" in said
+    too_large = ("digits", "--batch-size", "5000", "--device", "cpu", "--output", str(tmp_path))
+    assert "adahessian fetch" not in refused(*too_large)
     assert not list(tmp_path.iterdir())
+
+
+def test_how_to_go_on_and_how_fast_it_was_is_said(tmp_path, capsys):
+    arguments = ["train", "digits", *SHORT, "--output", str(tmp_path), "--stop-after-steps"]
+    main([*arguments, "1"])
+    first = capsys.readouterr().out
+    assert "the same command with --resume goes on" in first
+    assert "/step" not in first.splitlines()[-1], "the first step is no measure of the others"
+    main([*arguments, "3", "--overwrite"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"after step 3: mean loss \d\.\d+, \d+\.\d m?s/step; ", last)
+    assert "the same command with --resume instead of --overwrite goes on" in last
 
 
 def test_a_run_that_diverges_ends_early_and_says_so(tmp_path, capsys):

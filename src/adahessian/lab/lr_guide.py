@@ -93,7 +93,7 @@ class StudyLr:
     data_dir: Path | None = None
     """Folder with ptb/ptb.train.txt and ptb/ptb.valid.txt, the text."""
 
-    output: Path = Path("results")
+    output: Path = Path("runs")
     """Folder for the results: one file a task, written after every setting."""
 
     def run(self) -> None:

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from adahessian.lab.settings import OPTIMIZER_TITLES
+from adahessian.lab.settings import OF_ADAHESSIAN, OPTIMIZER_TITLES
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment, PaperNumber
 
@@ -58,36 +58,47 @@ def _number(number: PaperNumber | None) -> str:
     return f"{number.mean:g}" + (f" ± {number.deviation:g}" if number.deviation is not None else "")
 
 
-def _settings_by_option(experiment: Experiment[Any]) -> dict[str, list[str]]:
-    """The values of each option, optimizer by optimizer."""
+def _settings_of_all(experiment: Experiment[Any]) -> list[str]:
+    """The settings that all optimizers have alike."""
     every = list(experiment.defaults.values())
-    return {
-        f"--{field.name.replace('_', '-')}": [_value(getattr(settings, field.name)) for settings in every]
+    return [
+        field.name
         for field in fields(every[0])
-    }
+        if field.name not in OF_ADAHESSIAN and all(_same(settings, every[0], field.name) for settings in every)
+    ]
+
+
+def _same(one: Any, other: Any, name: str) -> bool:
+    return bool(getattr(one, name) == getattr(other, name))
 
 
 def _common_settings(experiment: Experiment[Any]) -> str:
-    return "  ".join(
-        f"{option} {values[0]}"
-        for option, values in _settings_by_option(experiment).items()
-        if len({*values}) == 1 and values[0] not in ("", "None")
-    )
+    settings = next(iter(experiment.defaults.values()))
+    return _typed(settings, _settings_of_all(experiment))
 
 
 def _differing_settings(experiment: Experiment[Any]) -> Table:
-    differing = {name: values for name, values in _settings_by_option(experiment).items() if len(set(values)) > 1}
+    said = _settings_of_all(experiment)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
-    for i, name in enumerate(experiment.defaults):
-        own = "  ".join(f"{option} {values[i]}" for option, values in differing.items())
-        paper = experiment.paper.get(name)
-        table.add_row(OPTIMIZER_TITLES[name], f"{own}\nthe paper: {_number(paper)}" if paper else own)
+    for optimizer, settings in experiment.defaults.items():
+        foreign = () if optimizer == "adahessian" else OF_ADAHESSIAN
+        own = _typed(settings, [each.name for each in fields(settings) if each.name not in (*said, *foreign)])
+        paper = experiment.paper.get(optimizer)
+        table.add_row(OPTIMIZER_TITLES[optimizer], f"{own}\nthe paper: {_number(paper)}" if paper else own)
     return table
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(_value, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _typed(settings: Any, names: list[str]) -> str:
+    """Settings as they are typed; what is not set is left out."""
+    return "  ".join(filter(None, (_option(name.replace("_", "-"), getattr(settings, name)) for name in names)))
+
+
+def _option(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    values = value if isinstance(value, tuple) else (value,)
+    if not values or value is None:
+        return ""
+    return " ".join([f"--{name}", *(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values)])

@@ -45,7 +45,8 @@ class Session:
     """Where to train."""
 
     precision: Precision = "tf32"
-    """float32 keeps every product exact, tf32 lets a GPU round those of matrices, bfloat16 is autocast."""
+    """float32 keeps every product exact, tf32 lets a GPU round those of matrices (a CPU keeps them exact), bfloat16 is
+    autocast."""
 
     compile: bool = field(default_factory=torch.cuda.is_available)
     """Compile the derivatives and, on a GPU, replay them as CUDA graphs."""
@@ -70,6 +71,8 @@ class Session:
     """The same after so many steps, such as 20 to see whether all is well and how fast it is."""
 
     def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise SettingsError("--resume goes on with what is there, and --overwrite gives it up: say one of them")
         for name in ("checkpoint_minutes", "stop_after_epochs", "stop_after_steps"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -164,7 +167,8 @@ def run_one(plan: Plan, *, resume: bool, console: Console) -> None:
     except TakenError as error:
         raise SystemExit(f"adahessian train: {error}: wait for it, or end it") from error
     except StoppedError as stopped:
-        console.print(f"stopped {stopped}; the same command with --resume goes on", highlight=False, soft_wrap=True)
+        option = "--resume instead of --overwrite" if plan.overwrite else "--resume"
+        console.print(f"stopped {stopped}; the same command with {option} goes on", highlight=False, soft_wrap=True)
         if stopped.as_planned:
             return
         raise SystemExit(130) from None
@@ -230,10 +234,12 @@ def _refuse_to_overwrite(plan: Plan, *, resume: bool) -> None:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise SystemExit(f"adahessian train: --device {name}: {str(error).splitlines()[0]}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"adahessian train: --device {name}: torch finds no GPU here; --device cpu does without")
+        torch.zeros((), device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise SystemExit(
+            f"adahessian train: --device {name}: torch cannot compute on it here ({reason}); --device cpu does without"
+        ) from error
     return device
 
 
@@ -273,9 +279,10 @@ def parse_train(arguments: Sequence[str]) -> Train[Any]:
 def default_train(arguments: Sequence[str]) -> Train[Any]:
     """What the arguments leave open."""
     first = next(iter(arguments), "")
-    if not first:
-        raise SystemExit(f"adahessian train: name a task: {', '.join(EXPERIMENTS)}")
-    task = DEFAULT_TASK if first.startswith("-") else first
+    wants_help = not {"-h", "--help"}.isdisjoint(arguments)
+    if not wants_help and (not first or first.startswith("-")):
+        raise SystemExit(f"adahessian train: name the task first: {', '.join(EXPERIMENTS)}")
+    task = DEFAULT_TASK if not first or first.startswith("-") else first
     optimizer = option(arguments, "--optimizer", DEFAULT_OPTIMIZER)
     settings = default_settings(task, optimizer, economical=wants_economy(arguments), command="train")
     return Train(task=task, optimizer=optimizer, settings=settings)

@@ -22,7 +22,6 @@ from adahessian.lab.checkpoints import (
     set_random_states,
     weights_of,
 )
-from adahessian.lab.data.errors import DataError
 from adahessian.lab.files import write_json, written_whole
 from adahessian.lab.interruption import Interruption
 from adahessian.lab.optimizers import make_optimizer, set_precision
@@ -30,7 +29,7 @@ from adahessian.lab.processes import added_up, any_of_us, as_the_first_has_it, f
 from adahessian.lab.provenance import provenance
 from adahessian.lab.runs import Result, RunFiles, differences, finite, identity
 from adahessian.lab.schedules import Schedule
-from adahessian.lab.settings import OptimizerName, Settings
+from adahessian.lab.settings import OptimizerName, Settings, SettingsError
 from adahessian.lab.stepping import is_compiled, make_step
 from adahessian.lab.tasks.task import Experiment, Place, Share, Task
 
@@ -109,6 +108,11 @@ class StoppedError(Exception):
         self.as_planned = as_planned
 
 
+def per_step(seconds: float) -> str:
+    """The time of a step, for people."""
+    return f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step"
+
+
 def train(plan: Plan, watcher: Watcher) -> Result:
     """Train from the start, or from the checkpoint if there is one, to the end.
 
@@ -119,6 +123,7 @@ def train(plan: Plan, watcher: Watcher) -> Result:
     Raises:
         StoppedError: If the run was interrupted, by a signal or by ``plan.stop_after_epochs``.
         DataError: If the data is not as it should be.
+        SettingsError: If it does not fill a batch.
         CheckpointError: If the checkpoint cannot be read, or is another run's.
     """
     with Interruption(watcher.stopping) as interruption, processes(plan.device) as (share, device):
@@ -139,9 +144,8 @@ class _Run:
         self.task: Task[Any] = plan.experiment.load(plan.settings, place)
         self.steps_per_epoch = self.task.steps_per_epoch
         if self.steps_per_epoch < 1:
-            raise DataError(
-                f"the data in {plan.data_dir} does not fill a single batch of {plan.settings.batch_size}: choose a "
-                "smaller --batch-size"
+            raise SettingsError(
+                f"--batch-size {plan.settings.batch_size}: the data does not fill a single batch: choose a smaller one"
             )
         if device.type == "cuda":
             set_precision(plan.precision)
@@ -230,6 +234,8 @@ class _Run:
             self.steps_in_session += 1
 
             now = time.perf_counter()
+            if self.steps_in_session == 1:
+                began, before = now, 1  # it compiles, and is no measure of those that follow
             look = now - looked > _LOOK_EVERY
             looked = now if look else looked
             self.watcher.step(step=self.steps_done, loss=loss.item() if look else None, lr=self._lr())
@@ -245,8 +251,9 @@ class _Run:
                 if stop:
                     where = f"in epoch {self.epochs_done + 1} of {self.settings.epochs}, after step {self.steps_done:,}"
                     mean_loss = self.loss_sum.item() / self.steps_in_epoch
-                    milliseconds = 1e3 * (now - began) / (self.steps_in_session - before)
-                    where += f": mean loss {mean_loss:.4f}, {milliseconds:.1f} ms a step"
+                    where += f": mean loss {mean_loss:.4f}"
+                    if self.steps_in_session > before:
+                        where += f", {per_step((now - began) / (self.steps_in_session - before))}"
                     raise StoppedError(where, as_planned=enough)
         self._wait()
         self.seconds += time.perf_counter() - started

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 
 from adahessian.lab.processes import is_first
 from adahessian.lab.tasks.task import Metric
-from adahessian.lab.training import Plan
+from adahessian.lab.training import Plan, per_step
 
 # In a log, where nothing can be overwritten: seconds from a line to the next within an epoch, and after epochs.
 _LINE_EVERY = 30.0
@@ -149,7 +149,7 @@ class LiveWatcher:
         ]
         if self._looks > 1:
             parts += [
-                f"{seconds:.1f} s/step" if seconds >= 1 else f"{1e3 * seconds:.1f} ms/step",
+                per_step(seconds),
                 f"{_duration(seconds * (self._steps - self._step))} left",
             ]
         return [*filter(None, parts)]

@@ -76,7 +76,7 @@ class Bench:
     """Seed of the weights and of the data."""
 
     output: Path | None = None
-    """File of results, by default results/bench-cpu.json or results/bench-cuda.json. It is written after every cell.
+    """File of results, by default runs/bench-cpu.json or runs/bench-cuda.json. It is written after every cell.
     Cells in it that are not measured again are kept: all must come from the same code, hardware, versions and
     conditions."""
 
@@ -116,7 +116,7 @@ class Bench:
     def _results(self, conditions: Conditions, not_found: list[str]) -> Results:
         try:
             return Results(
-                self.output or Path("results") / f"bench-{self.device}.json",
+                self.output or Path("runs") / f"bench-{self.device}.json",
                 provenance=provenance(seed=self.seed),
                 conditions={**conditions.record(), "rounds": self.rounds, "min_seconds": self.min_seconds},
                 not_found=not_found,

@@ -40,6 +40,9 @@ class Source:
 
     downloads: tuple[Download, ...] = ()
 
+    also: tuple[str, ...] = ()
+    """Other files or folders of which each is the whole as well."""
+
     by_hand: str = ""
     """What to do where nothing can be downloaded."""
 
@@ -99,6 +102,7 @@ SOURCES = (
                 size=170_052_171,
             ),
         ),
+        also=("cifar-10-batches-bin", "cifar-10-batches-py", "cifar-10-python.tar.gz"),
     ),
     Source(
         title="Penn Treebank, prepared by Mikolov",

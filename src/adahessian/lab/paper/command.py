@@ -31,6 +31,7 @@ from adahessian.lab.report.groups import Group, group_runs, known
 from adahessian.lab.report.markdown import markdown
 from adahessian.lab.runs import NotARunError, find_results
 from adahessian.lab.tasks.registry import UnknownTaskError
+from adahessian.lab.train import Session
 
 _FIGURE2_NUMBERS = "figure2.json"
 # Residual up to which a vector is called an eigenvector.
@@ -42,10 +43,7 @@ class Paper:
     """Every table and figure of the paper, from the runs at hand; or figure 2 alone, of a network of yours."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Files of runs, or folders with some, besides those in --results."""
-
-    results: Path = Path("results")
-    """Folder with the files of adahessian bench; runs in it count too."""
+    """Files of runs and of adahessian bench, or folders with some; by default the folder runs, if it is there."""
 
     output: Path = Path("paper")
     """Folder for paper.md and its pictures."""
@@ -77,8 +75,9 @@ class Paper:
             raise SystemExit(f"adahessian paper: {error}. Choose another --output") from error
 
     def _draw_paper(self, console: Console) -> None:
-        groups = self._groups(console)
-        benches = read_benches(self.results)
+        paths = self.runs or tuple(folder for folder in (Session.output,) if folder.is_dir())
+        benches = read_benches(paths)
+        groups = _groups([path for path in paths if path not in benches], console)
         of_paper = [*result_tables(), *sweep_tables()]
         if self.missing:
             _list(console, missing_runs(of_paper, groups) | missing_benches(benches))
@@ -95,17 +94,6 @@ class Paper:
             file.write(markdown(document).encode())
         console.print(_summary(tables, groups))
         console.print(f"{self.output / 'paper.md'}; --missing lists what to run", highlight=False, soft_wrap=True)
-
-    def _groups(self, console: Console) -> list[Group]:
-        folders = [self.results] if self.results.is_dir() else []
-        tell = partial(console.print, highlight=False, soft_wrap=True)
-        try:
-            runs, strangers = known(find_results([*self.runs, *folders], tell))
-        except NotARunError as error:
-            raise SystemExit(f"adahessian paper: {error}. Name files of runs, or folders with some") from error
-        for stranger in strangers:
-            tell(stranger)
-        return group_runs(runs)
 
     def _draw_surface(self, weights: Path, console: Console) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +125,17 @@ class Paper:
             return str(json.loads((self.output / _FIGURE2_NUMBERS).read_text(encoding="utf-8"))["shows"])
         except (OSError, ValueError, KeyError):
             return None
+
+
+def _groups(paths: Sequence[Path], console: Console) -> list[Group]:
+    tell = partial(console.print, highlight=False, soft_wrap=True)
+    try:
+        runs, strangers = known(find_results(paths, tell))
+    except NotARunError as error:
+        raise SystemExit(f"adahessian paper: {error}. Name files of runs, or folders with some") from error
+    for stranger in strangers:
+        tell(stranger)
+    return group_runs(runs)
 
 
 def draw_landscapes(folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from adahessian.lab.paper.cells import PaperTable
-from adahessian.lab.paper.overhead import overhead_table, where
+from adahessian.lab.paper.overhead import overhead_table, where, whole_steps
 from adahessian.lab.paper.sweeps import is_the_same_but_cheaper
 from adahessian.lab.report.curves import task_pictures
 from adahessian.lab.report.document import Details, Document, Paragraph, Part, Section
@@ -39,7 +40,7 @@ _INTRODUCTION = (
 def paper_document(
     tables: Sequence[PaperTable],
     groups: Sequence[Group],
-    benches: dict[str, dict[str, Any]],
+    benches: Mapping[Path, dict[str, Any]],
     surface: str | None,
 ) -> Document:
     """Everything, table by table and then figure by figure.
@@ -47,7 +48,7 @@ def paper_document(
     Args:
         tables: The tables.
         groups: The runs at hand.
-        benches: The benchmark's files, by name.
+        benches: The benchmark's files.
         surface: What figure 2 shows, if it was drawn.
     """
     return Document(
@@ -55,7 +56,7 @@ def paper_document(
         introduction=_INTRODUCTION,
         sections=[
             *(_table_section(table, groups) for table in tables),
-            *(_bench_section(name, bench) for name, bench in benches.items()),
+            *(_bench_section(path.name, bench) for path, bench in benches.items() if whole_steps(bench)),
             *_figure_sections(surface),
             *(_curve_section(list(of_task)) for _, of_task in groupby(_drawn(groups), key=_task)),
             *_origin_sections(groups),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from adahessian.lab.paper.cells import Cell, PaperTable, described, runs_of
@@ -31,7 +32,7 @@ def missing_runs(tables: Iterable[PaperTable], groups: Sequence[Group]) -> dict[
     return commands
 
 
-def missing_benches(benches: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+def missing_benches(benches: Mapping[Path, dict[str, Any]]) -> dict[str, list[str]]:
     """Commands of the benchmark, for a machine with a GPU, each with what it fills."""
     return {
         f"adahessian bench --parts overhead --workloads {workload}": [f"Table 8: time of a step, {workload}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,17 @@ from adahessian.lab.bench.tables import NAMES_IN_OVERHEAD, PAPER_OVERHEAD
 from adahessian.lab.report.document import Table
 
 
-def read_benches(folder: Path) -> dict[str, dict[str, Any]]:
-    """The benchmark's files in a folder, by name. Others of such a name are passed over."""
+def read_benches(paths: Iterable[Path]) -> dict[Path, dict[str, Any]]:
+    """The benchmark's files among these, and in folders and theirs. All others are passed over."""
     benches = {}
-    for path in sorted(folder.glob("bench-*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(content, dict) and content.keys() >= {"provenance", "conditions", "cells"}:
-            benches[path.name] = content
+    for path in paths:
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if isinstance(content, dict) and content.keys() >= {"provenance", "conditions", "cells"}:
+                benches[file] = content
     return benches
 
 
@@ -39,7 +40,7 @@ def overhead_table(bench: dict[str, Any]) -> Table:
                 _paper(cell, "time_to_adam"),
                 _number(cell, "peak_to_sgd"),
             ]
-            for cell in _steps(bench)
+            for cell in whole_steps(bench)
             # Those of other packages, which the paper has not.
             if "." not in cell["optimizer"]
         ],
@@ -54,21 +55,24 @@ def where(bench: dict[str, Any]) -> str:
     return f"{place or of_bench['hardware']['processor']}; {versions}; commit {of_bench['commit'] or 'unknown'}"
 
 
-def unmeasured(benches: dict[str, dict[str, Any]]) -> Iterator[str]:
+def unmeasured(benches: Mapping[Path, dict[str, Any]]) -> Iterator[str]:
     """The workloads of the paper's overhead table of which no benchmark on a GPU has every row."""
     for workload in PAPER_OVERHEAD:
         complete = any(
             set(NAMES_IN_OVERHEAD)
-            <= {cell["optimizer"] for cell in _steps(bench) if (cell["workload"], cell["mode"]) == (workload, mode)}
+            <= {
+                cell["optimizer"] for cell in whole_steps(bench) if (cell["workload"], cell["mode"]) == (workload, mode)
+            }
             for bench in benches.values()
             if bench["conditions"]["device"] == "cuda"
-            for mode in {cell["mode"] for cell in _steps(bench)}
+            for mode in {cell["mode"] for cell in whole_steps(bench)}
         )
         if not complete:
             yield workload
 
 
-def _steps(bench: dict[str, Any]) -> list[Cell]:
+def whole_steps(bench: dict[str, Any]) -> list[Cell]:
+    """What a benchmark has of whole training steps."""
     return [cell for cell in bench["cells"].values() if cell["part"] == "steps" and "unavailable" not in cell]
 
 

@@ -44,7 +44,7 @@ _TRAIN_LOSS = Metric(name="train_loss", title="training loss", higher_is_better=
 _MOST_WITH_SEEDS = 6
 _MOST = 8
 
-_TITLE_WIDTH = 62
+_TITLE_WIDTH = 56
 
 # Share of the epochs whose values decide no axis: the way to the first sensible network hides all that follows.
 _FIRST = 0.1
