@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, replace
 
 from adahessian.lab.report.tables import task_table
-from adahessian.lab.runs import Result, label
+from adahessian.lab.runs import Result
 from adahessian.lab.settings import ECONOMICAL
 from adahessian.lab.tasks.registry import EXPERIMENTS
 
@@ -46,7 +46,7 @@ def make_run(
     ]
     return Result(
         task=task,
-        name=name or label(optimizer, settings, defaults),
+        name=name or experiment.label(optimizer, settings),
         optimizer=optimizer,
         seed=seed,
         settings=json.loads(json.dumps(asdict(settings))),

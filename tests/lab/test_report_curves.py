@@ -45,7 +45,8 @@ def test_what_stands_beside_the_curve_is_drawn_of_the_runs_that_recorded_it():
     pictures = [picture for picture in task_pictures(group_runs([older, newer, diverged])) if "recom" in picture.file]
     assert [picture.file.rpartition("-by-")[2] for picture in pictures] == ["epoch.png", "time.png"]
     figure = pictures[0].draw("light")
-    assert figure.axes[0].get_title(loc="left").startswith("ResNet20 on CIFAR-10: accuracy with recomputed statistics")
+    title = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert title.startswith("ResNet20 on CIFAR-10: accuracy with recomputed statistics")
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["AdaHessian"]
     assert legend.get_title().get_text() == "1 of 3 choices of settings"

@@ -17,7 +17,7 @@ import torch
 
 from adahessian.lab.checkpoints import load_checkpoint, save_checkpoint
 from adahessian.lab.command import main
-from adahessian.lab.runs import find_results, label
+from adahessian.lab.runs import find_results
 from adahessian.lab.settings import economized
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.train import parse_train
@@ -85,10 +85,20 @@ def test_the_economical_settings_make_up_for_the_noise_of_a_quarter(task, noise)
 
 def test_the_economical_settings_name_the_run():
     task = EXPERIMENTS["cifar10-resnet20"]
-    assert label("adahessian", task.economical, task.defaults["adahessian"]) == (
-        "adahessian_lr=0.3_weight-decay=0.001667_update-every=10_measured-epochs=1_batch-fraction=0.25"
-        "_steady-start=True_tangents=bfloat16"
-    )
+    economical = task.economical
+    names = {
+        "adahessian_economical": economical,
+        "adahessian_economical_epochs=10": replace(economical, epochs=10),
+        "adahessian_economical_update-every=20": replace(economical, update_every=20),
+        "adahessian_economical_update-every=1": replace(economical, update_every=1),
+        "adahessian_economical_steady-start=False": replace(economical, steady_start=False),
+        "adahessian_lr=0.3_weight-decay=0.001667_update-every=20_measured-epochs=1_steady-start=True": replace(
+            economical, update_every=20, batch_fraction=1.0, tangents="float32"
+        ),
+        "adahessian": task.defaults["adahessian"],
+    }
+    assert [task.label("adahessian", settings) for settings in names.values()] == list(names)
+    assert task.label("sgd", task.defaults["sgd"]) == "sgd"
 
 
 def test_a_power_of_the_hessian_is_a_power_of_its_noise():

@@ -17,8 +17,16 @@ KIND = "adahessian run"
 _MEANS = frozenset({"workers", "cache_gib"})
 
 
-def label(optimizer: OptimizerName, settings: Settings, defaults: Settings) -> str:
+def label(
+    optimizer: OptimizerName, settings: Settings, defaults: Settings, economies: Mapping[str, Any] | None = None
+) -> str:
     """What a run is called, by its optimizer and by those of its settings that are not the task's own.
+
+    Args:
+        optimizer: The optimizer.
+        settings: The run's.
+        defaults: The task's own, for this optimizer.
+        economies: What being economical changes in them. With all of these, or all but one, a run is called economical.
 
     Example:
         >>> from adahessian.lab.settings import Settings
@@ -26,12 +34,15 @@ def label(optimizer: OptimizerName, settings: Settings, defaults: Settings) -> s
         >>> label("adahessian", Settings(epochs=160, batch_size=256, lr=0.15, update_every=10), paper)
         'adahessian_update-every=10'
     """
-    changed = [
-        f"{field.name.replace('_', '-')}={_short(getattr(settings, field.name))}"
-        for field in fields(settings)
-        if field.name not in _MEANS and getattr(settings, field.name) != getattr(defaults, field.name)
-    ]
-    return "_".join([optimizer, *changed])
+    values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _MEANS}
+    changed = {name for name, value in values.items() if value != getattr(defaults, name)}
+    economies = economies or {}
+    otherwise = {name for name, value in economies.items() if values[name] != value}
+    is_economical = len(otherwise) <= 1 < len(economies)
+    if is_economical:
+        changed = changed - economies.keys() | otherwise
+    said = [f"{name.replace('_', '-')}={_short(value)}" for name, value in values.items() if name in changed]
+    return "_".join([optimizer, *["economical"] * is_economical, *said])
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,6 @@ import tyro
 from rich.console import Console
 
 from adahessian.lab.processes import is_first
-from adahessian.lab.runs import label
 from adahessian.lab.settings import OptimizerName, Settings, SettingsError, SettingsT
 from adahessian.lab.tasks.registry import experiment_named
 from adahessian.lab.train import DEFAULT_TASK, Session, default_settings, option, plan_run, run_one, wants_economy
@@ -124,7 +123,7 @@ class Study(Generic[SettingsT]):
             adamw = replace(adamw, epochs=self.settings.epochs, batch_size=self.settings.batch_size)
         for seed in self.seeds:
             for variant in variants(self.study, self.settings, adamw):
-                name = label(variant.optimizer, variant.settings, experiment.defaults[variant.optimizer])
+                name = experiment.label(variant.optimizer, variant.settings)
                 plan = plan_run(experiment, variant.optimizer, variant.settings, seed, name, session)
                 run_one(plan, resume=session.resume, console=console)
         console.print(f"now: adahessian report {session.output}", highlight=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from adahessian.lab.data.sources import source_of
 from adahessian.lab.files import TakenError, taken
 from adahessian.lab.optimizers import UnsuitableOptimizerError
 from adahessian.lab.processes import is_first
-from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, label, read_result
+from adahessian.lab.runs import NotARunError, Result, RunFiles, differences, read_result
 from adahessian.lab.settings import OF_ADAHESSIAN, OPTIMIZER_NAMES, OptimizerName, SettingsError, SettingsT
 from adahessian.lab.tasks.registry import EXPERIMENTS, UnknownTaskError, experiment_named
 from adahessian.lab.tasks.task import Experiment
@@ -116,7 +116,7 @@ class Train(Generic[SettingsT]):
     def plans(self) -> list[Plan]:
         """A run for each seed."""
         experiment = experiment_named(self.task)
-        name = self.name or label(self.optimizer, self.settings, experiment.defaults[self.optimizer])
+        name = self.name or experiment.label(self.optimizer, self.settings)
         return [plan_run(experiment, self.optimizer, self.settings, seed, name, self.session) for seed in self.seeds]
 
 

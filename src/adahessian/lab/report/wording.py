@@ -8,7 +8,6 @@ from typing import Any
 
 from adahessian.lab.report.groups import Group
 from adahessian.lab.report.phrases import phrases
-from adahessian.lab.runs import label
 from adahessian.lab.settings import OPTIMIZER_TITLES
 
 
@@ -67,4 +66,4 @@ def _named_by_user(group: Group) -> bool:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in group.changed.items()}
     if not values.keys() <= {field.name for field in fields(defaults)}:
         return True
-    return group.name != label(group.optimizer, replace(defaults, **values), defaults)
+    return group.name != group.experiment.label(group.optimizer, replace(defaults, **values))

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from adahessian.lab.runs import label
 from adahessian.lab.settings import OptimizerName, SettingsT, economized
 
 Batch = TypeVar("Batch")
@@ -179,3 +180,7 @@ class Experiment(Generic[SettingsT]):
         """Those of them that are not AdaHessian's own."""
         own, cheaper = asdict(self.defaults["adahessian"]), asdict(self.economical)
         return {name: value for name, value in cheaper.items() if value != own[name]}
+
+    def label(self, optimizer: OptimizerName, settings: SettingsT) -> str:
+        """What a run is called."""
+        return label(optimizer, settings, self.defaults[optimizer], self.economies)
