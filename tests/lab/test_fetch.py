@@ -166,11 +166,20 @@ def test_a_file_that_is_there_stays(server, publish, tmp_path):
 
 
 def test_what_is_there_in_another_form_is_not_fetched(server, publish, tmp_path, capsys):
-    publish(("rows.tar", CONTENT, {}), also=("rows-in-text", "rows-in-bytes"))
-    (tmp_path / "rows-in-bytes").mkdir()
+    publish(("rows.tar", CONTENT, {}), unpacked=(("text/1", "text/2"), ("bytes/1", "bytes/2")))
+    for name in ("text", "bytes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1").touch()
+    (tmp_path / "bytes" / "2").touch()
     run(tmp_path)
-    assert "It is there already, as rows-in-bytes" in capsys.readouterr().out
+    assert f"It is there already, in {tmp_path / 'bytes' / '1'} and so on" in capsys.readouterr().out
     assert server.requests == []
+    run(tmp_path, from_url=f"{server.url}/rows.tar")
+    assert len(server.requests) == 1, "where somebody says from where, it is to be fetched"
+    (tmp_path / "rows.tar").unlink()
+    (tmp_path / "bytes" / "2").unlink()
+    run(tmp_path)
+    assert len(server.requests) == 2, "half of it is not the whole"
 
 
 def test_no_network_names_the_address_and_the_way_around(server, publish, tmp_path):

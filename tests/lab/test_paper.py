@@ -166,6 +166,8 @@ def test_stand_ins_have_tables_of_their_own():
             make_run("adahessian", task="image-folder-resnet18", accuracy=63.0, epochs=20, lr=0.3),
             make_run("adamw", task="glue-rte", accuracy=58.0, model="minilm-l6"),
             make_run("adamw", task="glue-rte", accuracy=59.0, lr=0.01),
+            make_run("adagrad", task="criteo-dlrm", accuracy=78.0, file="some.txt", hash_size=100),
+            make_run("adagrad", task="criteo-dlrm", accuracy=79.0, embedding_lr=0.1),
             make_run("sgd", batch_size=128),
         ]
     )
@@ -179,6 +181,7 @@ def test_stand_ins_have_tables_of_their_own():
         [resnet18, "AdaHessian, lr 0.3", "63.00 (1 seed)"],
         ["small Transformer on Multi30k, German to English", "AdamW", "33.00 (1 seed)"],
         ["Fine-tuning on RTE, model minilm-l6", "AdamW", "58.00 (1 seed)"],
+        ["DLRM on Criteo's click logs, file some.txt, hash size 100", "Adagrad", "78.000 (1 seed)"],
     ]
     assert all(cell == "" for cell in column(table_of("Table 3", groups), "IWSLT14, ours").values())
 

@@ -91,6 +91,7 @@ def test_the_economical_settings_name_the_run():
         "adahessian_economical_epochs=10": replace(economical, epochs=10),
         "adahessian_economical_update-every=20": replace(economical, update_every=20),
         "adahessian_economical_update-every=1": replace(economical, update_every=1),
+        "adahessian_economical_lr=0.2_weight-decay=0.0025": replace(economical, lr=0.2, weight_decay=0.0025),
         "adahessian_economical_steady-start=False": replace(economical, steady_start=False),
         "adahessian_lr=0.3_weight-decay=0.001667_update-every=20_measured-epochs=1_steady-start=True": replace(
             economical, update_every=20, batch_fraction=1.0, tangents="float32"

@@ -57,9 +57,12 @@ class Fetch:
 
     def _fetch(self, source: Source, console: Console) -> None:
         _say(console, f"{source.title}, {source.page}" if source.page else source.title)
-        if there := [name for name in source.also if (self.data_dir / name).exists()]:
-            _say(console, f"It is there already, as {there[0]}: --data-dir {self.data_dir}")
-            return
+        for files in source.unpacked if self.from_url is None else ():
+            if all((self.data_dir / file).is_file() for file in files):
+                _say(
+                    console, f"It is there already, in {self.data_dir / files[0]} and so on: --data-dir {self.data_dir}"
+                )
+                return
         addresses = {download: self._address(download, source) for download in source.downloads}
         if not addresses and self.from_url is not None:
             raise FetchError(f"{source.title} is not a file that could be fetched from an address. {source.by_hand}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from adahessian.lab.settings import OptimizerName, Settings
+from adahessian.lab.settings import OptimizerName, Settings, is_economical
 
 KIND = "adahessian run"
 
@@ -26,7 +26,7 @@ def label(
         optimizer: The optimizer.
         settings: The run's.
         defaults: The task's own, for this optimizer.
-        economies: What being economical changes in them. With all of these, or all but one, a run is called economical.
+        economies: What being economical changes in them. Of a run that measures so, what is otherwise is said.
 
     Example:
         >>> from adahessian.lab.settings import Settings
@@ -36,13 +36,12 @@ def label(
     """
     values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _MEANS}
     changed = {name for name, value in values.items() if value != getattr(defaults, name)}
-    economies = economies or {}
-    otherwise = {name for name, value in economies.items() if values[name] != value}
-    is_economical = len(otherwise) <= 1 < len(economies)
-    if is_economical:
-        changed = changed - economies.keys() | otherwise
+    words: list[str] = [optimizer]
+    if economies and is_economical(values):
+        words.append("economical")
+        changed = changed - economies.keys() | {name for name, value in economies.items() if values[name] != value}
     said = [f"{name.replace('_', '-')}={_short(value)}" for name, value in values.items() if name in changed]
-    return "_".join([optimizer, *["economical"] * is_economical, *said])
+    return "_".join([*words, *said])
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -161,6 +161,12 @@ class Settings:
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def is_economical(settings: Mapping[str, Any]) -> bool:
+    """Whether curvature is measured as by ``--economical``, but for the part of the batch or for how often."""
+    differing = [name for name, value in ECONOMICAL.items() if settings.get(name) != value]
+    return differing in ([], ["batch_fraction"], ["update_every"])
 
 
 def economized(settings: SettingsT, *, noise: float) -> SettingsT:

@@ -101,4 +101,9 @@ def _option(name: str, value: Any) -> str:
     values = value if isinstance(value, tuple) else (value,)
     if not values or value is None:
         return ""
-    return " ".join([f"--{name}", *(f"{each:.4g}" if isinstance(each, float) else str(each) for each in values)])
+    return " ".join([f"--{name}", *map(_short, values)])
+
+
+def _short(value: Any) -> str:
+    """As short as it can be typed: with fewer digits it would be another run."""
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

@@ -167,8 +167,8 @@ def run_one(plan: Plan, *, resume: bool, console: Console) -> None:
     except TakenError as error:
         raise SystemExit(f"adahessian train: {error}: wait for it, or end it") from error
     except StoppedError as stopped:
-        option = "--resume instead of --overwrite" if plan.overwrite else "--resume"
-        console.print(f"stopped {stopped}; the same command with {option} goes on", highlight=False, soft_wrap=True)
+        how = "--resume instead of --overwrite goes on with this run" if plan.overwrite else "--resume goes on"
+        console.print(f"stopped {stopped}; the same command with {how}", highlight=False, soft_wrap=True)
         if stopped.as_planned:
             return
         raise SystemExit(130) from None
@@ -234,8 +234,11 @@ def _refuse_to_overwrite(plan: Plan, *, resume: bool) -> None:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.zeros((), device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device.type != "cuda":  # of several processes each would take memory of the first GPU
+            torch.zeros((), device=device).item()
+        elif not torch.cuda.is_available():
+            raise RuntimeError("it finds no GPU")
+    except (RuntimeError, ImportError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         raise SystemExit(
             f"adahessian train: --device {name}: torch cannot compute on it here ({reason}); --device cpu does without"

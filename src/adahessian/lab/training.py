@@ -233,9 +233,11 @@ class _Run:
             self.steps_in_epoch += 1
             self.steps_in_session += 1
 
-            now = time.perf_counter()
             if self.steps_in_session == 1:
-                began, before = now, 1  # it compiles, and is no measure of those that follow
+                # It compiles, and is no measure of those that follow.
+                self._wait()
+                began, before = time.perf_counter(), 1
+            now = time.perf_counter()
             look = now - looked > _LOOK_EVERY
             looked = now if look else looked
             self.watcher.step(step=self.steps_done, loss=loss.item() if look else None, lr=self._lr())
@@ -245,7 +247,8 @@ class _Run:
                 due = any_of_us(now - saved > 60 * self.plan.checkpoint_minutes, self.share, self.device)
                 if stop or due:
                     self._wait()
-                    self.seconds += time.perf_counter() - started
+                    waited = time.perf_counter()
+                    self.seconds += waited - started
                     self._save()
                     started = saved = time.perf_counter()
                 if stop:
@@ -253,7 +256,7 @@ class _Run:
                     mean_loss = self.loss_sum.item() / self.steps_in_epoch
                     where += f": mean loss {mean_loss:.4f}"
                     if self.steps_in_session > before:
-                        where += f", {per_step((now - began) / (self.steps_in_session - before))}"
+                        where += f", {per_step((waited - began) / (self.steps_in_session - before))}"
                     raise StoppedError(where, as_planned=enough)
         self._wait()
         self.seconds += time.perf_counter() - started

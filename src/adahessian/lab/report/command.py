@@ -20,11 +20,12 @@ from adahessian.lab.report.groups import Group, group_runs, known
 from adahessian.lab.report.markdown import markdown
 from adahessian.lab.report.origins import origins
 from adahessian.lab.report.page import page
-from adahessian.lab.report.phrases import ECONOMICAL_IN_WORDS, is_economical, phrases
+from adahessian.lab.report.phrases import ECONOMICAL_IN_WORDS, phrases
 from adahessian.lab.report.tables import differ_in_conditions, task_table
 from adahessian.lab.report.terminal import terminal_table
 from adahessian.lab.report.wording import section_anchor, section_title, under
 from adahessian.lab.runs import NotARunError, find_notes, find_results, find_unfinished
+from adahessian.lab.settings import is_economical
 
 _INTRODUCTION = (
     "Means over seeds ± the standard deviation of a sample. Runs that diverged are in no mean. The training loss is "

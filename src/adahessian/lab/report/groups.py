@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import mean, stdev
 from typing import Any
 
-from adahessian.lab.report.phrases import is_economical, phrases
+from adahessian.lab.report.phrases import phrases
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import OptimizerName, Settings
+from adahessian.lab.settings import OptimizerName, Settings, is_economical
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment, Metric
 

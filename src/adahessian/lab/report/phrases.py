@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from adahessian.lab.settings import ECONOMICAL
+from adahessian.lab.settings import ECONOMICAL, is_economical
 
 _WORDS = {
     "update_every": "curvature every {} steps",
@@ -48,12 +48,6 @@ def phrases(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> list[st
     else:
         found, said = [_at_once(changed)], {*_PHRASE}
     return [*filter(None, found), *(_one(name, value) for name, value in changed.items() if name not in said)]
-
-
-def is_economical(changed: Mapping[str, Any]) -> bool:
-    """Whether curvature is measured as by ``--economical``, but for the part of the batch or for how often."""
-    differing = [name for name, value in ECONOMICAL.items() if changed.get(name) != value]
-    return differing in ([], ["batch_fraction"], ["update_every"])
 
 
 def _economically(changed: Mapping[str, Any], economies: Mapping[str, Any]) -> tuple[list[str], set[str]]:
