@@ -147,7 +147,7 @@ def test_interrupted_and_resumed_it_ends_in_the_same_bits(tmp_path, undisturbed,
         assert run.returncode == 0, said
     if number != signal.SIGKILL:
         assert run.returncode == 130
-        assert "goes on" in said
+        assert "the same command with --resume instead of --overwrite goes on with this run" in said
     continued = start(tmp_path, "--resume")
     said = continued.communicate(timeout=600)[0]
     assert continued.returncode == 0, said
