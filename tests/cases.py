@@ -27,7 +27,7 @@ class Case:
 
     def model(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
-        # Made in float64 and then cast, so that every dtype starts from the same numbers.
+        # Made in float64 and then cast: every dtype starts from the same numbers.
         return self.make().to(torch.float64).to(dtype)
 
     def batch(self, dtype: torch.dtype = torch.float64, seed: int = 1) -> Batch:
@@ -44,7 +44,7 @@ class Case:
 
 
 class Attention(nn.Module):
-    """One block of attention, by the fused function of torch."""
+    """One block of attention, by torch's fused function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, which is on cuDNN where there is one."""
+    """A recurrent layer, which runs on cuDNN on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ CASES = [MLP, REGRESSION, CONVOLUTION, CONVOLUTION_1D, CONVOLUTION_3D, BATCH_NOR
 
 
 def train(case: Case, model: nn.Module, optimizer: AdaHessian, batch: Batch, steps: int, way: str) -> None:
-    """Take some steps by one of the three ways in."""
+    """Take some steps, with the curvature from an object, from the graph of the gradient, or from a closure."""
     curvature = Curvature(model, case.loss, optimizer)
 
     def closure() -> Tensor:
@@ -123,19 +123,19 @@ def train(case: Case, model: nn.Module, optimizer: AdaHessian, batch: Batch, ste
 def exact_derivatives(
     case: Case, model: nn.Module, batch: Batch
 ) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """From all parameters, flattened and joined, to the gradient and the Hessian matrix, by torch.func."""
+    """Return a function from all parameters, flattened and joined, to the gradient and the Hessian matrix."""
     names = [name for name, _ in model.named_parameters()]
     shapes = [param.shape for param in model.parameters()]
 
     def loss(flat: Tensor) -> Tensor:
         parts = torch.split(flat, [shape.numel() for shape in shapes])
         params = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
-        # Buffers in copies: batch norm counts its batches.
+        # Copies of the buffers, because batch norm counts its batches.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return case.loss(lambda x: functional_call(model, {**params, **buffers}, (x,)), batch)
 
     def hessian_by_columns(flat: Tensor) -> Tensor:
-        """What torch.func.hessian does, without vmap, which gets batch norm wrong (see test_hutchinson.py)."""
+        """Compute what torch.func.hessian does, without vmap, which gets batch norm wrong."""
         return torch.stack([jvp(grad(loss), (flat,), (unit,))[1] for unit in torch.eye(len(flat), dtype=flat.dtype)], 1)
 
     has_batch_norm = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())

@@ -1,25 +1,34 @@
-"""Settings that must be made before Triton is imported, and what tests of several files share."""
+"""Settings that must be made before torch or Triton is imported, and fixtures of several files."""
 
 import json
+import logging
 import os
+import platform
 import random
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Some virtual machines report AMX, but any bfloat16 product that uses it is an illegal instruction.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import torch
 
-from adahessian.lab.provenance import provenance
-from adahessian.messages import say_once
+from adahessian.base.log import info_once, warn_once
 
 if not torch.cuda.is_available():
-    # Triton's interpreter runs the fused kernels on a CPU; Triton asks for it when it is first imported.
+    # Triton's interpreter runs the fused kernels on a CPU. Triton reads this when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_addoption(parser):
-    parser.addoption("--record", type=Path, help="write what became of each test to this JSON file, with provenance")
+def pytest_addoption(parser, pluginmanager):
+    parser.addoption("--record", type=Path, help="write the outcome of each test to this JSON file, with provenance")
+    if not pluginmanager.hasplugin("timeout"):  # its options in pyproject.toml would be errors without it
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "ignored, because pytest-timeout is not installed")
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -30,13 +39,19 @@ def pytest_terminal_summary(terminalreporter, config):
         for kind in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         for report in terminalreporter.stats.get(kind, ())
     }
-    record = {"provenance": provenance(seed=0), "counts": Counter(outcomes.values()), "outcomes": outcomes}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    provenance = {
+        "commit": os.environ.get("ADAHESSIAN_COMMIT") or commit or None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+    record = {"provenance": provenance, "counts": Counter(outcomes.values()), "outcomes": outcomes}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Whatever ran before, a test draws the same random numbers in each run; fixtures of a module seed themselves."""
+    """Let a test draw the same random numbers in each run; fixtures of a module seed themselves."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -44,14 +59,16 @@ def _seeded():
 
 @pytest.fixture
 def said(caplog):
-    """What users are told, as if nothing had been said before."""
-    say_once.cache_clear()
+    """Messages to users, as if nothing had been logged before."""
+    warn_once.cache_clear()
+    info_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="adahessian")
     return caplog
 
 
 @pytest.fixture
 def quick_compiler(monkeypatch):
-    """All of torch.compile but the code that it writes, which takes seconds."""
+    """All of torch.compile except for generating code, which takes seconds."""
     torch._dynamo.reset()
     original = torch.compile
 

@@ -1,8 +1,8 @@
 """Algorithm 1 of the paper in float64 NumPy, written from its equations and from nothing of the library.
 
-Sums are written out as sums: the whole history of gradients and curvatures is kept, and both moments are computed from
-it anew at every step. The Hessian is the exact matrix. Blocks are lists of element numbers. Probes are drawn by
-splitmix64 in Python's integers.
+Sums are written as sums: the whole history of gradients and curvatures is kept, and both moments are computed from it
+anew at every step. The Hessian is the exact matrix. Blocks are lists of element numbers. Probes are drawn by splitmix64
+in Python's integers.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def splitmix64(state: int) -> int:
 
 
 def signs(count: int, seed: int, measurement: int, probe: int, parameter: int) -> np.ndarray:
-    """The Rademacher vector of one parameter, an element at a time."""
+    """The Rademacher vector of one parameter, element by element."""
     gamma = 0x9E3779B97F4A7C15
     key = 0
     for word in (seed, measurement, probe, parameter):
@@ -29,26 +29,53 @@ def signs(count: int, seed: int, measurement: int, probe: int, parameter: int) -
     return np.array([1.0 if words[i // 64] >> (i % 64) & 1 else -1.0 for i in range(count)])
 
 
-def blocks(shape: tuple[int, ...], layout: str, size: int) -> list[list[int]]:
+def blocks(shape: tuple[int, ...], averaging: str, size: int) -> list[list[int]]:
     """The element numbers of each block of a tensor."""
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
-    if layout == "auto":
-        layout = "kernel" if len(shape) > 2 else "row"
-    if len(shape) < 2 or layout == "none":
+    if averaging == "auto":
+        averaging = "kernel" if len(shape) in (4, 5) else "row"
+    if len(shape) < 2 or averaging == "none":
         return [[int(i)] for i in numbers.ravel()]
-    if layout == "kernel":
+    if averaging == "kernel":
         return [list(map(int, kernel)) for kernel in numbers.reshape(shape[0] * shape[1], -1)]
     rows = numbers.reshape(-1, shape[-1])
     return [list(map(int, row[start : start + size])) for row in rows for start in range(0, shape[-1], size)]
 
 
-def average(diagonal: np.ndarray, of: list[list[int]], averaging: str) -> np.ndarray:
-    """The spatial average, one value an element."""
-    result = np.empty_like(diagonal)
-    for block in of:
-        values = np.abs(diagonal[block]) if averaging == "magnitude" else diagonal[block]
-        result[block] = values.sum() / len(block)
+def average(diagonal: np.ndarray, of: list[list[int]], *, signed: bool) -> np.ndarray:
+    """The spatial average, one value per block."""
+    return np.array([(diagonal[block] if signed else np.abs(diagonal[block])).sum() / len(block) for block in of])
+
+
+def over_elements(values: np.ndarray, of: list[list[int]]) -> np.ndarray:
+    """The value of its block for each element."""
+    result = np.empty(sum(map(len, of)))
+    for value, block in zip(values, of, strict=True):
+        result[block] = value
     return result
+
+
+def is_factored(shape: tuple[int, ...], averaging: str) -> bool:
+    """Whether rows and columns have values, instead of blocks."""
+    return averaging == "factored" and len(shape) > 1
+
+
+def squares(
+    diagonal: np.ndarray, shape: tuple[int, ...], averaging: str, size: int, *, signed: bool
+) -> list[np.ndarray]:
+    """What is averaged over time: the squares of blocks, or the mean squares of rows and those of columns."""
+    if is_factored(shape, averaging):
+        matrix = diagonal.reshape(shape[0], -1) ** 2
+        return [matrix.sum(1) / matrix.shape[1], matrix.sum(0) / matrix.shape[0]]
+    return [average(diagonal, blocks(shape, averaging, size), signed=signed) ** 2]
+
+
+def root(means: list[np.ndarray], shape: tuple[int, ...], averaging: str, size: int) -> np.ndarray:
+    """The Hessian momentum of each element, from the averages over time of what :func:`squares` returns."""
+    if is_factored(shape, averaging):
+        row, column = means
+        return np.sqrt(row[:, None] * column[None, :] / (column.sum() / len(column))).ravel()
+    return np.sqrt(over_elements(means[0], blocks(shape, averaging, size)))
 
 
 def adahessian(
@@ -62,12 +89,11 @@ def adahessian(
     weight_decay: float = 0.0,
     hessian_power: float = 1.0,
     block_size: int = 1,
-    blocks_layout: str = "auto",
-    averaging: str = "magnitude",
+    averaging: str = "auto",
+    signed: bool = False,
     num_probes: int = 1,
-    update_every: int = 1,
-    warmup_steps: int = 0,
-    beta2_per: str = "measurement",
+    curvature_every: int = 1,
+    curvature_warmup: int = 0,
     steady_start: bool = False,
     seed: int = 0,
     maximize: bool = False,
@@ -77,41 +103,41 @@ def adahessian(
     Args:
         start: The initial parameters.
         derivatives: From all parameters, flattened and joined, to the gradient and the Hessian matrix there.
-        steps: How many to take.
+        steps: How many steps to take.
     """
+    shapes = [value.shape for value in start]
     sizes = [value.size for value in start]
-    ends = np.cumsum([0, *sizes])
+    cuts = np.cumsum(sizes)[:-1]
     theta = np.concatenate([value.ravel() for value in start]).astype(np.float64)
     beta1, beta2 = betas
     gradients: list[np.ndarray] = []
-    measured: list[tuple[int, np.ndarray]] = []  # the step and the averaged diagonal
+    measured: list[list[list[np.ndarray]]] = []  # per measurement and parameter
+    last = 0  # the step of the newest measurement
     for t in range(1, steps + 1):
         gradient, hessian = derivatives(theta)
         gradients.append(-gradient if maximize else gradient)
-        if not measured or t <= warmup_steps or t - measured[-1][0] >= update_every:
+        if not measured or t <= curvature_warmup or t - last >= curvature_every:
             diagonal = np.zeros_like(theta)
             for probe in range(num_probes):
                 z = np.concatenate([signs(n, seed, len(measured), probe, i) for i, n in enumerate(sizes)])
                 diagonal += z * (hessian @ z) / num_probes
-            spatial = [
-                average(diagonal[a:b], blocks(value.shape, blocks_layout, block_size), averaging)
-                for value, a, b in zip(start, ends[:-1], ends[1:], strict=True)
+            found = [
+                squares(part, shape, averaging, block_size, signed=signed)
+                for part, shape in zip(np.split(diagonal, cuts), shapes, strict=True)
             ]
             if steady_start and not measured:
-                of_each = [blocks(value.shape, blocks_layout, block_size) for value in start]
-                means = [np.mean([d[block[0]] ** 2 for block in of]) for d, of in zip(spatial, of_each, strict=True)]
-                spatial = [np.sqrt((d**2 + mean) / 2) for d, mean in zip(spatial, means, strict=True)]
-            measured.append((t, np.concatenate(spatial)))
+                found = [[(each + each.sum() / len(each)) / 2 for each in of_one] for of_one in found]
+            measured.append(found)
+            last = t
         m = sum((1 - beta1) * beta1 ** (t - i) * g for i, g in enumerate(gradients, start=1)) / (1 - beta1**t)
-        # The curvatures that the Hessian momentum is a sum of: each measurement once, or once a step.
-        if beta2_per == "measurement":
-            history = [d for _, d in measured]
-        else:
-            # A measurement stands for its own step and those before it that had none.
-            history = [next(d for when, d in measured if when >= i) for i in range(1, measured[-1][0] + 1)]
-        n = len(history)
-        sum_of_squares = sum((1 - beta2) * beta2 ** (n - i) * d * d for i, d in enumerate(history, start=1))
-        v = np.sqrt(sum_of_squares / (1 - beta2**n)) ** hessian_power
+        n = len(measured)
+        weights = [(1 - beta2) * beta2 ** (n - i) / (1 - beta2**n) for i in range(1, n + 1)]
+        rms = []
+        for number, shape in enumerate(shapes):
+            history = zip(*(of_all[number] for of_all in measured), strict=True)
+            means = [sum(w * each for w, each in zip(weights, values, strict=True)) for values in history]
+            rms.append(root(means, shape, averaging, block_size))
+        v = np.concatenate(rms) ** hessian_power
         theta = theta - lr * weight_decay * theta
         theta = theta - lr * m / (v + eps)
-    return [theta[a:b].reshape(value.shape) for value, a, b in zip(start, ends[:-1], ends[1:], strict=True)]
+    return [part.reshape(shape) for part, shape in zip(np.split(theta, cuts), shapes, strict=True)]

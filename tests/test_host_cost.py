@@ -1,4 +1,4 @@
-"""What a step may not cost: waiting for the device, and memory that grows."""
+"""A step does not wait for the device, and keeps no memory."""
 
 import gc
 import math
@@ -30,7 +30,7 @@ def forbid_reads(monkeypatch):
 
 
 def step_counts(optimizer):
-    """Those of all parameters, which are on the host, and the tensor they are elements of."""
+    """The step counts of all parameters, which are on the host, and the tensor that they are elements of."""
     counts = [state["step"] for state in optimizer.state.values()]
     return [*counts, *(count._base for count in counts)]
 
@@ -40,10 +40,10 @@ def live_tensors():
 
 
 def test_no_live_graph_and_flat_memory_over_200_steps():
-    """With the collector off, whatever a cycle keeps alive piles up."""
+    """The collector is off, so that tensors in a cycle would pile up."""
     model, batch = MLP.model(torch.float32), MLP.batch(torch.float32)
     for way in ("graph", "closure", "object"):
-        optimizer = AdaHessian(model.parameters(), lr=1e-3, update_every=2)
+        optimizer = AdaHessian(model.parameters(), lr=1e-3, curvature_every=2)
         train(MLP, model, optimizer, batch, 5, way)
         gc.collect()
         gc.disable()
@@ -57,22 +57,22 @@ def test_no_live_graph_and_flat_memory_over_200_steps():
         assert all(param.grad.grad_fn is None for param in model.parameters())
 
 
-def test_no_synchronisation_is_asked_for_in_an_ordinary_step(forbid_reads):
+def test_no_device_is_waited_for_in_an_ordinary_step(forbid_reads):
     """The step counts are on the host, in one tensor, and may be read."""
     model, batch = MLP.model(), MLP.batch()
-    optimizer = AdaHessian(model.parameters(), update_every=100)
+    optimizer = AdaHessian(model.parameters(), curvature_every=100)
     train(MLP, model, optimizer, batch, 1, "object")
     MLP.loss(model, batch).backward()
     forbid_reads(allowed=step_counts(optimizer))
     optimizer.step()
 
 
-def test_no_synchronisation_is_asked_for_in_a_step_that_measures(forbid_reads):
+def test_no_device_is_waited_for_in_a_step_that_measures(forbid_reads):
     param = nn.Parameter(torch.ones(4, 6))
     optimizer = AdaHessian([param], block_size=4)
     param.grad = torch.ones(4, 6)
-    optimizer.feed_curvature({param: torch.ones(4, 6)})
+    optimizer.set_curvature({param: torch.ones(4, 6)})
     optimizer.step()
-    optimizer.feed_curvature({param: torch.full((4, 6), math.nan)}, {param: torch.ones(4, 6)})
+    optimizer.set_curvature({param: torch.full((4, 6), math.nan)}, {param: torch.ones(4, 6)})
     forbid_reads(allowed=step_counts(optimizer))
     optimizer.step()

@@ -1,4 +1,4 @@
-"""The notebook of examples/ is stored clean, and its cells run in order, on a GPU in float16."""
+"""The notebook of examples/ is stored without outputs, and its cells run in order, on a GPU in float16."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ import matplotlib
 import pytest
 import torch
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "adahessian.ipynb"
-
-
-def notebook() -> Any:
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-
-
-def code_cells() -> list[Any]:
-    return [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+NOTEBOOK = json.loads((Path(__file__).parents[1] / "examples" / "adahessian.ipynb").read_text(encoding="utf-8"))
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
@@ -31,32 +24,33 @@ def test_cells_run_in_order(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     matplotlib.use("agg")
     if device == "cuda":
-        gc.collect()  # what other tests have left behind is not the notebook's
+        gc.collect()  # of other tests
         torch.cuda.reset_peak_memory_stats()
         held_before = torch.cuda.memory_allocated()
     here: dict[str, Any] = {"__name__": "__main__"}
-    for cell in code_cells():
+    for cell in CODE:
         exec(compile("".join(cell["source"]), f"<cell {cell['id']}>", "exec"), here)
     here["plt"].close("all")
 
-    assert 0 < here["found"].suggestion < here["found"].largest_descending
-    assert set(here["accuracies"]) == {"AdaHessian", "AdamW"}
-    assert min(here["accuracies"].values()) > 0.9
-    assert here["losses"]["AdaHessian"][-1] < 0.5 * here["losses"]["AdaHessian"][0]
-    said = capsys.readouterr().out
+    for name in ("AdaHessian", "AdamW"):
+        runs = [run for run in here["accuracies"] if run[0] == name]
+        assert len(runs) == 3
+        assert max(here["accuracies"][run] for run in runs) > 0.9
+    losses = here["losses"]["AdaHessian", 0.15]
+    assert losses[-1] < 0.5 * losses[0]
+    printed = capsys.readouterr().out
     if device == "cuda":
-        assert "float16" in said
+        assert "float16" in printed
         assert torch.cuda.max_memory_allocated() - held_before < 2**30
     else:
         # 20 of the first steps, then every fifth of the other 40.
         assert here["numbers"]["measurements"] == 20 + 40 // 5
-        assert "28 measurements in 60 steps" in said
 
 
 def test_stored_without_outputs_and_without_paths() -> None:
-    assert notebook()["nbformat"] == 4
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells())
-    names = [cell["id"] for cell in notebook()["cells"]]
+    assert NOTEBOOK["nbformat"] == 4
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CODE)
+    names = [cell["id"] for cell in NOTEBOOK["cells"]]
     assert len(set(names)) == len(names)
-    of_cells = "\n".join("".join(cell["source"]) for cell in notebook()["cells"])
-    assert not re.search(r"(?<![\w/])/\w+/|\b[A-Z]:\\", of_cells)  # a path of the machine it was written on
+    text = "\n".join("".join(cell["source"]) for cell in NOTEBOOK["cells"])
+    assert not re.search(r"(?<![\w/])/\w+/|\b[A-Z]:\\", text)  # a path of the machine it was written on

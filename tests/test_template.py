@@ -1,4 +1,4 @@
-"""The template of examples/ runs as it is, from a folder of its own, and goes on bit by bit where it was stopped."""
+"""The template of examples/ runs on its own, and resumes bit by bit after it was killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(folder: Path, *launcher: str) -> str:
 
 
 def run_until_the_first_checkpoint(folder: Path) -> None:
-    """Start it and kill it, without a chance to clean up, as soon as there is something to resume from."""
+    """Start it, and kill it without a chance to clean up as soon as there is a checkpoint."""
     process = subprocess.Popen(command(), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + SECONDS
     while not (folder / "checkpoint.pt").exists() and process.poll() is None and time.monotonic() < deadline:
@@ -42,7 +42,7 @@ def run_until_the_first_checkpoint(folder: Path) -> None:
     process.kill()
     _, errors = process.communicate()
     assert (folder / "checkpoint.pt").exists(), errors
-    if process.returncode == 0:  # faster than the look at it: once more
+    if process.returncode == 0:  # it finished before it could be killed, so try again
         (folder / "checkpoint.pt").unlink()
         run_until_the_first_checkpoint(folder)
 
@@ -55,7 +55,7 @@ def accuracy(output: str) -> float:
     return float(output.split(": ")[1].split("%")[0])
 
 
-def test_stopped_and_resumed_run_has_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
+def test_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir()
     stopped.mkdir()
@@ -66,11 +66,11 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_that_was_not(tmp_path: Path
     assert 0 < checkpoint(stopped)["step"] < checkpoint(whole)["step"]
     assert run(stopped) == output
     actual, expected = checkpoint(stopped), checkpoint(whole)
-    for settings in ("param_groups", "state"):
-        actual[settings], expected[settings] = actual["optimizer"][settings], expected["optimizer"][settings]
+    for saved in (actual, expected):
+        saved["groups"], saved["state"] = (saved["optimizer"][name] for name in ("param_groups", "state"))
     for name in ("model", "ema", "state"):
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
-    for name in ("step", "schedule", "param_groups"):
+    for name in ("step", "schedule", "groups"):
         assert actual[name] == expected[name]
 
 
@@ -80,5 +80,5 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     assert output.startswith("2 process(es)")
     assert accuracy(output) > 85
     groups = checkpoint(tmp_path)["optimizer"]["param_groups"]
-    # 20 steps that all measure, then every fifth of 180: each measurement is one of all ranks and micro-batches.
+    # 20 steps that all measure, then every fifth of 180. A measurement is the mean of all ranks and micro-batches.
     assert {group["measurements"] for group in groups} == {20 + 180 // 5}

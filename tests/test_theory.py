@@ -1,4 +1,4 @@
-"""The appendix of the paper, and what docs/algorithm.md says of weight decay and of noise, as tests.
+"""The appendix of the paper, and the statements of docs/algorithm.md about weight decay and noise.
 
 For alpha I <= H <= beta I, one step of size alpha^k / beta along H^-k g, D^-k g or block-averaged D^-k g lowers f by at
 least alpha^k / (2 beta^(1+k)) |g|^2.
@@ -78,7 +78,7 @@ def test_guaranteed_decrease(problem, kind, power):
 @pytest.mark.parametrize("power", POWERS)
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_the_optimizer_keeps_the_promise(problem, power, block_size):
-    """One step of the optimizer, fed the exact diagonal, is that step."""
+    """One step of the optimizer with the exact diagonal is the step of the theorem."""
     for seed in range(10):
         f = problem(seed)
         param = f.start.view(3, 4).clone().requires_grad_()
@@ -89,7 +89,7 @@ def test_the_optimizer_keeps_the_promise(problem, power, block_size):
         loss = f(param.flatten())
         loss.backward()
         gradient = param.grad.flatten().clone()
-        optimizer.feed_curvature({param: hessian.diag().view(3, 4)})
+        optimizer.set_curvature({param: hessian.diag().view(3, 4)})
         optimizer.step()
         expected = f.start - f.alpha**power / f.beta * direction(
             "block" if block_size == 2 else "diagonal", hessian, gradient, power
@@ -131,17 +131,17 @@ def test_figure_1_of_the_paper_is_one_step():
     assert param.abs().max() < 1e-6
 
 
-def test_degenerate_settings_are_adamw():
-    """Fed the gradient in place of the curvature, with blocks of one, Algorithm 1 is AdamW."""
+def test_degenerate_options_are_adamw():
+    """With the gradient in place of the curvature, and blocks of one, Algorithm 1 is AdamW."""
     torch.manual_seed(0)
     ours = torch.randn(4, 5, dtype=torch.float64).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
-    settings = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    optimizer, adamw = AdaHessian([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer, adamw = AdaHessian([ours], **options), torch.optim.AdamW([theirs], **options)
     for _ in range(100):
         gradient = torch.randn(4, 5, dtype=torch.float64)
         ours.grad, theirs.grad = gradient, gradient.clone()
-        optimizer.feed_curvature({ours: gradient})
+        optimizer.set_curvature({ours: gradient})
         optimizer.step()
         adamw.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -156,7 +156,7 @@ def test_weight_decay_is_a_penalty_in_the_metric_of_the_curvature():
         optimizer.zero_grad()
         (curvature * (w - target).square() / 2).sum().backward(create_graph=True)
         optimizer.step()
-    # The minimum of the loss plus 0.5 / 2 sum D w^2, whatever D: an L2 penalty would leave the last one at its target.
+    # The minimum of the loss plus 0.5 / 2 sum D w^2 for every D. An L2 penalty would leave the last one at its target.
     torch.testing.assert_close(w.detach(), target / 1.5)
 
 

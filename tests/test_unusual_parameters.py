@@ -1,4 +1,4 @@
-"""Frozen, unused, shared, linear, untouched, empty, oddly shaped: what must just work."""
+"""Parameters that are frozen, unused, shared, linear, untouched, empty or oddly shaped."""
 
 import math
 
@@ -28,10 +28,10 @@ def test_unused_parameters_stay_and_join_later():
 
 
 def test_a_parameter_unused_in_the_measured_slice_stands_still_until_measured():
-    """Its curvature is unknown, not zero: dividing by eps would throw it away."""
+    """Its curvature is unknown, not zero. Divided by eps its step would be far too long."""
     used, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     model = nn.ParameterList([used, other])
-    optimizer = AdaHessian(model.parameters(), update_every=2)
+    optimizer = AdaHessian(model.parameters(), curvature_every=2)
     Curvature(model, lambda model, _: model[0].square().sum(), optimizer).measure(None)
     used.grad = other.grad = torch.ones(3)
     optimizer.step()
@@ -95,13 +95,14 @@ def test_frozen_and_thawed_parameters():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (2, 3, 4), (2, 3, 2, 2, 2), (2, 1, 1, 3, 1, 2)], ids=str)
-@pytest.mark.parametrize("foreach", [False, True])
-def test_tensors_of_every_rank(shape, foreach):
+@pytest.mark.parametrize("averaging", ["auto", "kernel", "factored"])
+def test_tensors_of_every_rank(shape, averaging):
     param, other = nn.Parameter(torch.full(shape, 2.0)), nn.Parameter(torch.ones(2))
-    optimizer = AdaHessian([param, other], block_size=2, foreach=foreach, weight_decay=0.1)
+    optimizer = AdaHessian([param, other], block_size=2, averaging=averaging, weight_decay=0.1)
     for _ in range(3):
         quadratic_step(optimizer, param, other)
     assert param.isfinite().all()
+    assert param.lt(2).all()
 
 
 def test_parameters_in_other_memory_layouts():
@@ -126,20 +127,20 @@ def test_a_gradient_that_depends_on_foreign_parameters_only_is_flat():
 
 def test_a_group_added_after_the_measurement_is_measured_too():
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = AdaHessian([first], update_every=10)
-    optimizer.feed_curvature({first: torch.ones(2)})
+    optimizer = AdaHessian([first], curvature_every=10)
+    optimizer.set_curvature({first: torch.ones(2)})
     optimizer.add_param_group({"params": [second]})
     assert optimizer.curvature_due
     quadratic_step(optimizer, first, second)
     assert optimizer.state[second]["hessian_rms"].eq(2).all()
 
 
-@pytest.mark.parametrize("settings", [{"update_every": 10}, {"update_every": 10, "block_size": 2}], ids=str)
-def test_rows_that_no_measurement_has_touched_take_no_step(settings):
-    """Their curvature is unknown, not zero. With eps for a denominator they would be thrown away."""
+@pytest.mark.parametrize("options", [{}, {"block_size": 2}, {"averaging": "factored"}], ids=str)
+def test_rows_that_no_measurement_has_touched_take_no_step(options):
+    """Their curvature is unknown, not zero. Divided by eps their step would be far too long."""
     embedding = nn.Embedding(5, 4)
     before = embedding.weight.detach().clone()
-    optimizer = AdaHessian(embedding.parameters(), **settings)
+    optimizer = AdaHessian(embedding.parameters(), curvature_every=10, **options)
 
     def loss_fn(model, words):
         return (model(words) ** 4).mean()
@@ -158,7 +159,7 @@ def test_rows_that_no_measurement_has_touched_take_no_step(settings):
 
 
 def test_a_row_that_is_seen_late_has_the_momentum_of_the_formula():
-    """Where it took no part, its curvature counts as zero, once it has been measured at all."""
+    """Its curvature counts as zero in the losses that did not depend on it, once it has been measured at all."""
     table = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
     optimizer = AdaHessian([table], betas=(0.9, 0.5))
     for rows in ([0], [0], [0, 1], [0]):
@@ -179,3 +180,23 @@ def test_a_parameter_frozen_after_backward_keeps_no_graph():
     model[0].requires_grad_(False)
     optimizer.step()
     assert all(not param.grad.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["graph", "object"])
+def test_hooks_on_parameters_see_the_gradient_alone(way):
+    model, batch, seen = MLP.model(), MLP.batch(), []
+    outside = nn.Parameter(torch.ones((), dtype=torch.float64))  # in the loss and the optimizer, but not in the model
+    for param in (*model.parameters(), outside):
+        param.register_hook(lambda _: seen.append(1))
+    optimizer = AdaHessian([*model.parameters(), outside], lr=0.01)
+
+    def loss_fn(model, batch):
+        return MLP.loss(model, batch) * outside**3
+
+    curvature = Curvature(model, loss_fn, optimizer)
+    if way == "object":
+        curvature.measure(batch)
+    loss_fn(model, batch).backward(create_graph=optimizer.curvature_due)
+    optimizer.step()
+    assert len(seen) == len(list(model.parameters())) + 1
+    assert optimizer.state[outside]["hessian_rms"] > 0

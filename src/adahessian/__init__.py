@@ -1,25 +1,36 @@
 """AdaHessian: second-order training that drops into a PyTorch loop."""
 
-from adahessian.captured import CapturedStep
-from adahessian.curvature.errors import CurvatureError
-from adahessian.curvature.gauss_newton import GaussNewton
-from adahessian.curvature.measurement import Curvature
-from adahessian.diagnostics import diagnose
-from adahessian.groups import param_groups
-from adahessian.lr_range import LrRange, suggest_lr
-from adahessian.optimizer import AdaHessian
-from adahessian.sparse import DenseAndSparse
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AdaHessian",
-    "CapturedStep",
-    "Curvature",
-    "CurvatureError",
-    "DenseAndSparse",
-    "GaussNewton",
-    "LrRange",
-    "diagnose",
-    "param_groups",
-    "suggest_lr",
-]
+if TYPE_CHECKING:
+    from adahessian.base.errors import CurvatureError
+    from adahessian.curvature import Curvature
+    from adahessian.diagnostics import diagnose
+    from adahessian.groups import param_groups
+    from adahessian.optimizer import AdaHessian
+    from adahessian.training_step import TrainingStep
+
+__all__ = ["AdaHessian", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AdaHessian": "optimizer",
+    "Curvature": "curvature",
+    "CurvatureError": "base.errors",
+    "TrainingStep": "training_step",
+    "diagnose": "diagnostics",
+    "param_groups": "groups",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the package itself must not import torch, which takes seconds.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals() | _MODULES)

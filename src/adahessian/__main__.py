@@ -1,6 +1,6 @@
-"""``python -m adahessian`` is the command, also for torchrun: ``torchrun -m adahessian train ...``."""
+"""``python -m adahessian`` is the command, also under torchrun: ``torchrun -m adahessian train ...``."""
 
-from adahessian.lab.command import main
+from importlib import import_module
 
 if __name__ == "__main__":
-    main()
+    import_module("adahessian.lab.command").main()  # by name: no other file of the library knows the laboratory

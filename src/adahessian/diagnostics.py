@@ -3,55 +3,45 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adahessian import state as states
-from adahessian.curvature.hutchinson import accumulation_dtype, as_reals
-from adahessian.curvature.passes import CurvaturePass
+from adahessian.algorithm.state import Group, State, shape_of
+from adahessian.base.dtypes import accumulation_dtype, as_real
+from adahessian.base.shards import gather
 from adahessian.optimizer import AdaHessian
-from adahessian.sharding import whole
-from adahessian.sparse import DenseAndSparse
-from adahessian.state import Group, State
+
+Values = dict[str, float]
+Reading = dict[str, Any]  # numbers, and tensors of one element until they have been read
 
 
-def diagnose(
-    source: CurvaturePass[Any] | AdaHessian | DenseAndSparse, model: nn.Module | None = None
-) -> dict[str, float]:
-    r"""Tell what the optimizer's state says, parameter by parameter and in all.
+def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_parameter: bool = False) -> dict[str, float]:
+    r"""Summarize the optimizer's state in about ten numbers, ready for ``wandb.log``.
 
-    For each parameter, under ``"<what>/<name>"``:
+    - ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement) and
+      ``dropped_measurements`` (of single parameters, because of inf or NaN), with a warning if it has grown.
+    - ``grad_norm``, ``param_norm`` and ``update_norm``, the norm of the newest step
+      :math:`\eta \, \hat m / (\bar D^k + \epsilon)` without weight decay. ``update_ratio`` is ``update_norm`` divided
+      by ``param_norm``, and ``update_ratio_max`` the largest ratio of a single parameter.
+    - ``hessian_rms``, the root mean square of :math:`\bar D` where it has been measured.
+    - ``at_eps``, the share of :math:`\bar D^k` below :math:`\epsilon`, where :math:`\epsilon` determines the step.
+    - ``unmeasured``, the share that takes no step because no measurement has reached it yet.
 
-    - ``param_norm`` and ``grad_norm``, the latter where there is a gradient;
-    - ``hessian_rms``, the root mean square of :math:`\bar D` over the blocks that have been measured;
-    - ``update_norm``, the norm of the newest step, :math:`\eta \, \hat m / (\bar D^k + \epsilon)`, weight decay apart,
-      and ``update_ratio``, the same divided by ``param_norm``;
-    - ``decay_ratio``, where weights decay: :math:`\eta \lambda` times ``param_norm``, which is what weight decay
-      :math:`\lambda` moves, divided by ``update_norm``. Where the curvature is large, steps are small and decay is not:
-      a training loss that stops falling early may be held up by it;
-    - ``at_eps``, the share of blocks whose :math:`\bar D^k` is below :math:`\epsilon`, so that :math:`\epsilon` decides
-      their step rather than the curvature;
-    - ``unmeasured``, the share of blocks that take no step because no measurement has touched them yet.
-
-    And in all: ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement),
-    ``dropped_measurements`` and, of a curvature pass, ``curvature_seconds``.
-
-    What a parameter has no value for yet is left out. Reading waits for the device, once. Of sharded parameters all
-    ranks ask together, and have the numbers of the whole.
+    Numbers without a value so far are left out, and so are groups with ``sparse=True``. Reading waits once for each
+    device. If parameters are sharded, all ranks must call it, and all get the numbers of the whole parameters.
 
     Args:
-        source: The curvature pass, or the optimizer; of a :class:`adahessian.DenseAndSparse`, the dense layers.
-        model: The model whose names parameters get. A curvature pass knows it; without any, names are those of named
-            parameters, as :func:`adahessian.param_groups` gives them, or numbers.
-
-    Returns:
-        Numbers by name, ready for ``wandb.log`` or one ``SummaryWriter.add_scalar`` each.
+        optimizer: The optimizer.
+        model: The model that names the parameters. By default they have the names in their group, or numbers.
+        per_parameter: Add the numbers of each parameter as ``"<what>/<name>"``, the largest ``update_ratio`` first.
+            ``decay_ratio`` is the norm of the newest weight decay divided by ``update_norm``.
 
     Raises:
-        TypeError: If it is given anything else.
+        TypeError: If ``optimizer`` is not an AdaHessian, or ``model`` not a ``torch.nn.Module``.
         ValueError: If the model has none of the optimizer's parameters.
 
     Example:
@@ -59,103 +49,112 @@ def diagnose(
         >>> optimizer = AdaHessian(model.parameters())
         >>> model(torch.ones(8, 3)).square().mean().backward(create_graph=optimizer.curvature_due)
         >>> optimizer.step()
-        >>> found = diagnose(optimizer, model)
-        >>> found["unmeasured/weight"], found["steps"]
+        >>> numbers = diagnose(optimizer)
+        >>> numbers["unmeasured"], numbers["steps"]
         (0.0, 1.0)
     """
-    optimizer = source.optimizer if isinstance(source, CurvaturePass) else source
-    optimizer = optimizer.dense if isinstance(optimizer, DenseAndSparse) else optimizer
-    model = source.model if isinstance(source, CurvaturePass) and model is None else model
-    if not isinstance(optimizer, AdaHessian) or not (model is None or isinstance(model, nn.Module)):
-        found = ", ".join(type(each).__name__ for each in (source, model) if each is not None)
-        raise TypeError(f"diagnose takes a curvature pass or an AdaHessian, and a torch.nn.Module, but got {found}")
-
+    if not isinstance(optimizer, AdaHessian):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}. Pass the AdaHessian itself.")
+    if not (model is None or isinstance(model, nn.Module)):
+        raise TypeError(f"model is a {type(model).__name__}. Pass a torch.nn.Module or None.")
     members = list(_named_parameters(optimizer, model))
-    quantities = [_quantities(param, group, optimizer.state.get(param, {})) for _, param, group in members]
-    numbers = iter(_read([tensor for each in quantities for tensor in each.values()]))
-    of_params = [{what: next(numbers) for what in each} for each in quantities]
-
-    report: dict[str, float] = {}
-    for (name, _, group), values in zip(members, of_params, strict=True):
-        report |= {f"{what}/{name}": number for what, number in _per_parameter(values, group).items()}
-    for count in ("steps", "measurements", "staleness"):
-        report[count] = float(max((group[count] for group in optimizer.param_groups), default=0))
-    report["dropped_measurements"] = sum(values.get("dropped", 0.0) for values in of_params)
-    if isinstance(source, CurvaturePass):
-        report["curvature_seconds"] = source.seconds
+    readings = [_measure(param, group, optimizer.state.get(param, {})) for _, param, group in members]
+    _read_tensors(readings)
+    for (_, _, group), read in zip(members, readings, strict=True):
+        if read["step"]:
+            read["update_norm"] = read["lr"] * read["direction"] / (1 - group["betas"][0] ** read["step"])
+            if group["weight_decay"]:
+                read["decay_norm"] = read["lr"] * group["weight_decay"] * read["param_norm"]
+    rows = [(name, _summarize([read])) for (name, _, _), read in zip(members, readings, strict=True)]
+    rows.sort(key=lambda row: row[1].get("update_ratio", 0.0), reverse=True)
+    groups = optimizer._measured_groups()
+    counts = ("steps", "measurements", "staleness")
+    report = {count: float(max((group[count] for group in groups), default=0)) for count in counts}
+    report["dropped_measurements"] = dropped = sum(read["dropped"] for read in readings)
+    report |= _summarize(readings)
+    report.pop("decay_ratio", None)  # only of single parameters
+    if "update_ratio" in report:
+        report["update_ratio_max"] = rows[0][1].get("update_ratio", 0.0)
+    if per_parameter:
+        report |= {f"{what}/{name}": value for name, values in rows for what, value in values.items()}
+    if dropped > optimizer._dropped_seen:
+        warnings.warn(
+            f"{int(dropped)} curvature measurements of single parameters were inf or NaN and have been dropped. Look "
+            "for inf or NaN in the batches and the loss, and for overflow in low precision. If the loss diverges, "
+            "lower lr.",
+            stacklevel=2,
+        )
+    optimizer._dropped_seen = int(dropped)
     return report
 
 
 def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterator[tuple[str, Tensor, Group]]:
-    """Each parameter that has elements, by the model's name for it, that of its group, or its numbers."""
-    # A compiled model's names begin otherwise: its curves are to line up with those of the model as it is.
-    named = [] if model is None else model.named_parameters()
-    of_model = {param: name.replace("_orig_mod.", "") for name, param in named}
-    members = [
-        (param, group, group.get("param_names", [f"group{i}.{j}" for j in range(len(group["params"]))])[j])
-        for i, group in enumerate(optimizer.param_groups)
-        for j, param in enumerate(group["params"])
-    ]
-    if of_model and not any(param in of_model for param, _, _ in members):
-        raise ValueError("the model has none of the optimizer's parameters: is it another model, or a copy?")
-    for param, group, own_name in members:
-        if param.numel():
-            yield of_model.get(param, own_name), param, group
+    """Iterate over the parameters with elements, by the model's name, the group's name or a number."""
+    # Names should not depend on whether the model has been compiled.
+    named = () if model is None else model.named_parameters()
+    names = {param: name.replace("_orig_mod.", "") for name, param in named}
+    if names and not any(param in names for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("model has none of the optimizer's parameters. Pass the model that it trains, not a copy.")
+    for i, group in enumerate(optimizer.param_groups):
+        for j, param in enumerate(group["params"]):
+            if param.numel() and not group["sparse"]:
+                own_name = group["param_names"][j] if "param_names" in group else f"group{i}.{j}"
+                yield names.get(param, own_name), param, group
 
 
 @torch.no_grad()
-def _quantities(param: Tensor, group: Group, state: State) -> dict[str, Tensor]:
-    """What is to be read of a parameter, each a tensor of one element, on whatever device."""
-    found = {"param_norm": _norm(whole(param))}
+def _measure(param: Tensor, group: Group, state: State) -> Reading:
+    """Compute what is to be read of a parameter, with means over its blocks."""
+    found = {"size": param.numel(), "lr": group["lr"], "step": 0.0, "dropped": 0.0, "unmeasured": 1.0, "squares": 0.0}
+    found["param_norm"] = _norm(param)
     if param.grad is not None:
-        found["grad_norm"] = _norm(whole(param.grad))
-    if state:
-        rms = whole(state["hessian_rms"])
-        v = rms if group["hessian_power"] == 1 else rms.pow(group["hessian_power"])
+        found["grad_norm"] = _norm(param.grad)
+    shape = shape_of(param, group)
+    if shape.stored.keys() <= state.keys():
+        stored = [gather(state[key]) for key in shape.stored]
+        rms = stored[0] if len(stored) == 1 else shape.denominator(stored, 1, 0.0)
         unmeasured = rms.isinf()
-        of = states.blocks(param, group)
-        exp_avg = as_reals(whole(state["exp_avg"])).to(rms.dtype)
+        exp_avg = shape.view(as_real(gather(state["exp_avg"])).to(rms.dtype))
         found |= {
             "squares": rms.masked_fill(unmeasured, 0.0).square().mean(),
             "unmeasured": unmeasured.to(rms).mean(),
-            "at_eps": v.lt(group["eps"]).to(rms).mean(),
-            "direction": _norm(of.view(exp_avg) / of.expand(v + group["eps"])),
+            "at_eps": rms.pow(group["hessian_power"]).lt(group["eps"]).to(rms).mean(),
+            "direction": _norm(exp_avg / shape.denominator(stored, group["hessian_power"], group["eps"])),
             "step": state["step"],
             "dropped": state["dropped"],
         }
-        if isinstance(group["lr"], Tensor):
-            found["lr"] = group["lr"]
     return found
 
 
-def _per_parameter(values: dict[str, float], group: Group) -> dict[str, float]:
-    """From what was read to what is reported."""
-    report: dict[str, float] = {what: values[what] for what in ("param_norm", "grad_norm", "at_eps") if what in values}
-    report["unmeasured"] = values.get("unmeasured", 1.0)
-    if report["unmeasured"] < 1:
-        report["hessian_rms"] = math.sqrt(values["squares"] / (1 - values["unmeasured"]))
-    if values.get("step"):
-        lr = values["lr"] if "lr" in values else group["lr"]
-        report["update_norm"] = lr * values["direction"] / (1 - group["betas"][0] ** values["step"])
-        if values["param_norm"]:
-            report["update_ratio"] = report["update_norm"] / values["param_norm"]
-        if group["weight_decay"] and report["update_norm"]:
-            report["decay_ratio"] = lr * group["weight_decay"] * values["param_norm"] / report["update_norm"]
-    return report
+def _summarize(readings: Sequence[Reading]) -> Values:
+    """Summarize what was read of some parameters."""
+    values: Values = {}
+    for what in ("grad_norm", "param_norm", "update_norm", "decay_norm"):
+        if norms := [read[what] for read in readings if what in read]:
+            values[what] = math.hypot(*norms)
+    for share in ("at_eps", "unmeasured"):
+        if known := [read for read in readings if share in read]:
+            values[share] = sum(read["size"] * read[share] for read in known) / sum(read["size"] for read in known)
+    if measured := sum(read["size"] * (1 - read["unmeasured"]) for read in readings):
+        values["hessian_rms"] = math.sqrt(sum(read["size"] * read["squares"] for read in readings) / measured)
+    update, decay = values.get("update_norm"), values.pop("decay_norm", None)
+    if update is not None and values["param_norm"]:
+        values["update_ratio"] = update / values["param_norm"]
+    if update and decay is not None:
+        values["decay_ratio"] = decay / update
+    return values
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    real = as_reals(tensor)
-    norm: Tensor = torch.linalg.vector_norm(real, dtype=accumulation_dtype(real.dtype))
+    norm: Tensor = torch.linalg.vector_norm(gather(tensor), dtype=accumulation_dtype(tensor.dtype))
     return norm
 
 
-def _read(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of one element, by one transfer from each device."""
-    numbers = [0.0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        joined = torch.stack([tensors[i].detach().reshape(()).to(torch.float32) for i in here])
-        for i, number in zip(here, joined.tolist(), strict=True):
-            numbers[i] = number
-    return numbers
+def _read_tensors(readings: Sequence[Reading]) -> None:
+    """Replace tensors by their numbers, in one transfer per device."""
+    tensors = [(read, what, value) for read in readings for what, value in read.items() if isinstance(value, Tensor)]
+    for device in {tensor.device for _, _, tensor in tensors}:
+        here = [each for each in tensors if each[-1].device == device]
+        joined = torch.stack([tensor.detach().reshape(()).to(torch.float32) for _, _, tensor in here])
+        for (read, what, _), number in zip(here, joined.tolist(), strict=True):
+            read[what] = number

@@ -1,4 +1,4 @@
-"""From a model to parameter groups."""
+"""Parameter groups of a model. The file is not named after its function, which the package exports."""
 
 from __future__ import annotations
 
@@ -13,48 +13,58 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def param_groups(
-    model: nn.Module, *, weight_decay: float | None = None, decay_bias_and_norm: bool = True
+    model: nn.Module,
+    *,
+    weight_decay: float | None = None,
+    decay_bias_and_norm: bool = True,
+    sparse_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Group a model's parameters by what its modules are.
+    """Group a model's parameters by the kind of their modules.
 
-    The weights of convolutions are averaged over their kernels, all others over rows: a position embedding and a stack
-    of expert matrices have three dimensions too, but no kernels.
+    The curvature of convolutions is averaged over their kernels. Other parameters of four and five dimensions, which
+    the optimizer would take for kernels, are averaged over rows. All others follow the optimizer's ``averaging``.
 
     Args:
         model: The model.
-        weight_decay: Decay of the groups; None leaves it to the optimizer's own argument.
-        decay_bias_and_norm: Whether vectors, scalars and the parameters of normalisation layers decay as well.
+        weight_decay: Weight decay of the groups. None leaves it to the optimizer's argument.
+        decay_bias_and_norm: Apply weight decay to vectors, scalars and the parameters of normalization layers too.
+        sparse_lr: Learning rate of Adagrad for embedding tables with ``sparse=True``. They form the last group, without
+            weight decay. None leaves them in the other groups.
 
     Returns:
-        Groups for ``AdaHessian(param_groups(model), ...)``, in the order of ``model.named_parameters()`` within each; a
-        parameter that modules share is there once.
+        Groups of named parameters, each in the order of ``model.named_parameters()``. Frozen parameters are included,
+        and shared parameters occur once.
 
     Raises:
-        TypeError: If it is given anything else than a module.
+        TypeError: If ``model`` is not a module.
+        ValueError: If ``sparse_lr`` is given, but the model has no sparse embedding table.
 
     Example:
         >>> groups = param_groups(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 2)), weight_decay=0.1)
-        >>> [(group["blocks"], len(group["params"])) for group in groups]
-        [('kernel', 2), ('row', 2)]
+        >>> [(group.get("averaging"), len(group["params"])) for group in groups]
+        [('kernel', 2), (None, 2)]
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"param_groups takes a torch.nn.Module, but got a {type(model).__name__}: pass the model itself"
+        raise TypeError(f"model must be a torch.nn.Module, not a {type(model).__name__}. Pass the model itself.")
+    embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    tables = {each._parameters.get("weight") for each in embeddings if each.sparse and sparse_lr is not None} - {None}
+    if sparse_lr is not None and not tables:
+        raise ValueError(
+            f"sparse_lr={sparse_lr} needs an nn.Embedding or nn.EmbeddingBag with sparse=True, but the model has none. "
+            "Leave sparse_lr at None."
         )
-    groups: dict[tuple[str, float | None], list[tuple[str, nn.Parameter]]] = {}
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        # A parametrization, such as weight norm, holds the parameters of the module that it belongs to.
-        owner, _, _ = prefix.rpartition(".parametrizations.")
-        kind = model.get_submodule(owner) if isinstance(module, ParametrizationList) else module
-        for name, param in module.named_parameters(prefix, recurse=False):
-            if id(param) in seen:
-                continue
-            seen.add(id(param))
-            blocks = "kernel" if isinstance(kind, _ConvNd) else "row"
-            exempt = not decay_bias_and_norm and (param.dim() < 2 or isinstance(kind, _NORMS))
-            groups.setdefault((blocks, 0.0 if exempt else weight_decay), []).append((name, param))
-    return [
-        {"params": params, "blocks": blocks} | ({} if decay is None else {"weight_decay": decay})
-        for (blocks, decay), params in groups.items()
-    ]
+    groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, param in model.named_parameters():
+        prefix = name.rpartition(".")[0]
+        if isinstance(model.get_submodule(prefix), ParametrizationList):  # holds parameters of the module around it
+            prefix = prefix.rpartition(".parametrizations.")[0]
+        module = model.get_submodule(prefix)
+        averaging = "kernel" if isinstance(module, _ConvNd) else "row" if param.dim() in (4, 5) else None
+        exempt = not decay_bias_and_norm and (param.dim() < 2 or isinstance(module, _NORMS))
+        options = {"averaging": averaging, "weight_decay": 0.0 if exempt else weight_decay}
+        if param in tables:
+            options = {"sparse": True, "lr": sparse_lr, "weight_decay": 0.0}
+        given = tuple((option, value) for option, value in options.items() if value is not None)
+        groups.setdefault(given, []).append((name, param))
+    tables_last = sorted(groups.items(), key=lambda group: ("sparse", True) in group[0])
+    return [{"params": params, **dict(given)} for given, params in tables_last]

@@ -1,17 +1,17 @@
-"""Accelerators of several kinds in one process: what they know is kept by their class."""
+"""Accelerators of different kinds in one process: accelerate keeps their state in classes."""
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 
-def forget_accelerators():
+def reset_accelerators():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Let each test have accelerators of its own kind."""
-    forget_accelerators()
+    """Let each test create accelerators of its own kind."""
+    reset_accelerators()
     yield
-    forget_accelerators()
+    reset_accelerators()

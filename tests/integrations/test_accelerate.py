@@ -1,4 +1,4 @@
-"""accelerate: prepared loops take the steps of loops that are written out, and go on from its checkpoints."""
+"""accelerate: prepared loops take the steps of plain loops, and resume from accelerate's checkpoints."""
 
 import copy
 import importlib
@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerators import forget_accelerators, fresh_state  # noqa: F401 - a fixture
+from accelerators import fresh_state, reset_accelerators  # noqa: F401 - a fixture
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -23,12 +23,12 @@ import adahessian
 from adahessian.integrations.accelerate import prepare_curvature
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_digits.py"
-SETTINGS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "update_every": 3, "warmup_steps": 2}
+OPTIONS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2}
 
 
-def made(dtype=torch.float32):
+def made(dtype=torch.float32, dropout=0.1):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 3)).to(dtype)
 
 
 def data(dtype=torch.float32, size=48):
@@ -46,28 +46,38 @@ def decaying(optimizer, factor=0.5):
     return LambdaLR(optimizer, lambda step: factor**step)
 
 
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-
-
 class Loop:
-    """A model, its optimizer and all else, as accelerate has prepared them."""
+    """A model and all that trains it, prepared by accelerate."""
 
-    def __init__(self, accelerator, batch_size=8, dtype=torch.float32, decay=0.5, max_norm=0.1, **settings):
-        self.accelerator = accelerator
+    def __init__(
+        self,
+        batch_size=8,
+        dtype=torch.float32,
+        dropout=0.1,
+        decay=0.5,
+        max_norm=0.1,
+        scaler=None,
+        shard=False,
+        **options,
+    ):
+        self.accelerator = Accelerator(cpu=True, **options)
+        # accelerate creates a scaler and selects FSDP on GPUs only, but both work on a CPU too.
+        if scaler is not None:
+            self.accelerator.scaler = scaler
+        if shard:
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False)
         self.max_norm = max_norm
-        net = made(dtype)
-        optimizer = adahessian.AdaHessian(adahessian.param_groups(net), **SETTINGS)
-        self.model, self.optimizer, self.scheduler, self.loader = accelerator.prepare(
+        net = made(dtype, dropout)
+        optimizer = adahessian.AdaHessian(adahessian.param_groups(net), **OPTIONS)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             net, optimizer, decaying(optimizer, decay), DataLoader(data(dtype), batch_size)
         )
-        self.curvature = prepare_curvature(accelerator, self.model, loss_fn, self.optimizer, **settings)
+        self.curvature = prepare_curvature(self.accelerator, self.model, loss_fn, self.optimizer)
 
-    def train(self, batches):
+    def train(self, batches=None):
         torch.manual_seed(2)
-        for batch in batches:
+        for batch in self.loader if batches is None else batches:
             with self.accelerator.accumulate(self.model):
                 self.curvature.measure(batch)
                 self.accelerator.backward(loss_fn(self.model, batch))
@@ -76,17 +86,19 @@ class Loop:
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
-        return self
-
-    def everything(self):
         state = self.optimizer.optimizer.state_dict()["state"]
         return copy.deepcopy([list(self.model.parameters()), list(state.values())])
 
 
-def written_out(accumulate, autocast):
-    """What the loop above does, without accelerate: steps of two micro-batches, clipping, a schedule."""
+def trained(**kwargs):
+    reset_accelerators()
+    return Loop(**kwargs).train()
+
+
+def plain_loop(autocast):
+    """Do what the loop above does, without accelerate: steps of two micro-batches, clipping, a schedule."""
     net = made()
-    optimizer = adahessian.AdaHessian(adahessian.param_groups(net), **SETTINGS)
+    optimizer = adahessian.AdaHessian(adahessian.param_groups(net), **OPTIONS)
     scheduler = decaying(optimizer)
 
     def loss_of(model, batch):
@@ -94,7 +106,7 @@ def written_out(accumulate, autocast):
             output = model(batch[0])
         return cross_entropy(output.float(), batch[1])
 
-    curvature = adahessian.Curvature(net, loss_of, optimizer, accumulate=accumulate)
+    curvature = adahessian.Curvature(net, loss_of, optimizer)
     torch.manual_seed(2)
     for number, batch in enumerate(DataLoader(data(), 8)):
         curvature.measure(batch)
@@ -112,83 +124,61 @@ def assert_same(one, other, **tolerance):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("accumulate", [True, False], ids=["all micro-batches", "the first"])
-def test_is_the_loop_written_out(accumulate, precision):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
-    loop = Loop(accelerator, **({} if accumulate else {"accumulate": False}))
-    assert_same(loop.train(loop.loader).everything(), written_out(accumulate, autocast=precision == "bf16"))
+def test_is_the_plain_loop(precision):
+    prepared = trained(gradient_accumulation_steps=2, mixed_precision=precision)
+    assert_same(prepared, plain_loop(autocast=precision == "bf16"))
 
 
 def test_micro_batches_are_the_whole_batch():
-    def trained(steps, batch_size):
-        forget_accelerators()
-        loop = Loop(Accelerator(cpu=True, gradient_accumulation_steps=steps), batch_size, torch.float64)
-        without_dropout(loop.model)
-        return loop.train(loop.loader).everything()
-
-    assert_same(trained(3, 4), trained(1, 12), rtol=1e-9, atol=1e-12)
+    kwargs = {"dtype": torch.float64, "dropout": 0.0}
+    parts = trained(batch_size=4, gradient_accumulation_steps=3, **kwargs)
+    assert_same(parts, trained(batch_size=12, **kwargs), rtol=1e-9, atol=1e-12)
 
 
-def test_goes_on_from_save_state(tmp_path):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    loop = Loop(accelerator)
+def test_resumes_from_save_state(tmp_path):
+    loop = Loop(gradient_accumulation_steps=2)
     batches = list(loop.loader) * 2
-    loop.train(batches[:6])  # the fourth step, the next but one, is the one to measure
-    assert loop.optimizer.optimizer.curvature_due is False
-    accelerator.save_state(tmp_path)
-    expected = loop.train(batches[6:]).everything()
+    loop.train(batches[:6])
+    assert loop.optimizer.optimizer.curvature_due is False  # the fourth step does not measure, the fifth does
+    loop.accelerator.save_state(tmp_path)
+    expected = loop.train(batches[6:])
 
-    forget_accelerators()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    resumed = Loop(accelerator)
-    accelerator.load_state(tmp_path)
-    assert_same(resumed.train(batches[6:]).everything(), expected)
+    reset_accelerators()
+    resumed = Loop(gradient_accumulation_steps=2)
+    resumed.accelerator.load_state(tmp_path)
+    assert_same(resumed.train(batches[6:]), expected)
 
 
 def test_scaled_losses_have_the_same_curvature():
-    def trained(scaler):
-        forget_accelerators()
-        accelerator = Accelerator(cpu=True)
-        accelerator.scaler = scaler  # accelerate makes one on GPUs only
-        loop = Loop(accelerator, max_norm=1e9)  # nor does it divide by the scale before it clips, elsewhere
-        assert loop.curvature.scaler is scaler
-        return loop.train(loop.loader).everything()
-
-    # A power of two takes no bit of anything.
-    assert_same(trained(torch.amp.GradScaler("cpu", init_scale=2.0**10)), trained(None))
+    # Without clipping, because accelerate unscales gradients for it on GPUs only. A power of two is exact.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert_same(trained(max_norm=1e9, scaler=scaler), trained(max_norm=1e9))
 
 
 def test_a_compiled_model_trains_as_the_plain_one():
-    loop = Loop(Accelerator(cpu=True, dynamo_backend="eager"))
+    loop = Loop(dynamo_backend="eager")
     assert type(loop.model) is not nn.Sequential
-    trained = loop.train(loop.loader).everything()
-    forget_accelerators()
-    plain = Loop(Accelerator(cpu=True))
-    assert_same(trained, plain.train(plain.loader).everything())
+    assert_same(loop.train(), trained())
 
 
 def test_needs_an_adahessian():
     net = made()
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters()))
-    with pytest.raises(TypeError, match="AdaHessian, but got Sequential, function, SGD"):
+    with pytest.raises(TypeError, match="optimizer"):
         prepare_curvature(accelerator, model, loss_fn, optimizer)
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
 
+# No schedule: accelerate takes as many steps of it as there are processes.
+ON_RANKS = {"dtype": torch.float64, "dropout": 0.0, "decay": 1.0}
+
 
 def train_on_ranks(rank, size, shard):
-    forget_accelerators()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    if shard:
-        # accelerate asks for FSDP on GPUs only; what it does then works on a CPU as well.
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False)
-    # No schedule: accelerate's makes as many steps of it as there are processes.
-    loop = Loop(accelerator, 4, torch.float64, decay=1.0)
-    without_dropout(loop.model)
-    loop.train(loop.loader)
+    reset_accelerators()
+    loop = Loop(4, shard=shard, gradient_accumulation_steps=2, **ON_RANKS)
+    loop.train()
     whole = [param.full_tensor() if shard else param for param in loop.model.parameters()]
     return type(loop.model).__name__, [param.detach() for param in whole]
 
@@ -206,9 +196,7 @@ def test_ranks_are_one_process_on_all_their_data(two_ranks, shard, wrapper):
     (name, here), (_, there) = two_ranks(train_on_ranks, shard)
     assert name == wrapper
     assert_same(here, there)
-    loop = Loop(Accelerator(cpu=True), 16, torch.float64, decay=1.0)
-    without_dropout(loop.model)
-    assert_same(here, loop.train(loop.loader).everything()[0], rtol=1e-9, atol=1e-12)
+    assert_same(here, trained(batch_size=16, **ON_RANKS)[0], rtol=1e-9, atol=1e-12)
 
 
 # Installing and running ----------------------------------------------------------------------------------------------
@@ -227,7 +215,7 @@ TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-nod
 @pytest.mark.parametrize("launcher", [[], TWO_PROCESSES], ids=["one process", "two processes"])
 def test_the_example_runs_from_anywhere(tmp_path, launcher):
     command = [sys.executable, *launcher, EXAMPLE, "--epochs", "1"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}  # what `accelerate launch --cpu` sets
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}  # set by `accelerate launch --cpu`
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr
     assert float(run.stdout.split()[-1]) > 0.5, run.stdout

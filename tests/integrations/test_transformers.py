@@ -1,4 +1,4 @@
-"""transformers: the Trainer takes the steps of a loop that is written out, and goes on from its checkpoints."""
+"""transformers: the Trainer takes the steps of a plain loop, and resumes from its checkpoints."""
 
 import importlib
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerators import forget_accelerators, fresh_state  # noqa: F401 - a fixture
+from accelerators import fresh_state, reset_accelerators  # noqa: F401 - a fixture
 from ranks import Ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -26,7 +26,7 @@ from adahessian import AdaHessian, Curvature, param_groups
 from adahessian.integrations.transformers import AdaHessianMixin, AdaHessianTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
-ADAHESSIAN = {"eps": 1e-2, "block_size": 4, "update_every": 3, "warmup_steps": 2}
+OPTIONS = {"eps": 1e-2, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2}
 # Models in float64 compute some of it, such as norms and the loss, in float32.
 NEARLY = {"rtol": 1e-6, "atol": 1e-9}
 WORDS, LENGTH = 17, 7
@@ -48,7 +48,7 @@ def language_model(dtype=torch.float64, dropout=0.0):
 
 
 class Classifier(nn.Module):
-    """A module that is none of transformers, with a mean over examples that knows of no micro-batches."""
+    """A module from outside transformers. Its loss is a mean over examples that ignores micro-batches."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def classifier():
 
 
 def examples(padded=True, count=16):
-    """Sentences; the later ones, if padded, have fewer words to predict."""
+    """Make sentences; if padded, the later ones have fewer words to predict."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(WORDS, (count, LENGTH), generator=generator)
     labels = words.clone()
@@ -89,17 +89,15 @@ def arguments(folder, **kwargs):
     return Seq2SeqTrainingArguments(str(folder), **settings | quiet | kwargs)
 
 
-def train(folder, model=None, dataset=None, trainer_class=AdaHessianTrainer, curvature=None, own=None, **kwargs):
-    forget_accelerators()
+def train(folder, model=None, dataset=None, trainer_class=AdaHessianTrainer, own=None, resume=None, **kwargs):
+    reset_accelerators()
     trainer = trainer_class(
         model=language_model() if model is None else model,
         args=arguments(folder, **kwargs),
         train_dataset=examples() if dataset is None else dataset,
-        adahessian_settings=ADAHESSIAN,
-        curvature_settings=curvature,
-        **own or {},
+        **{"optimizer_options": OPTIONS} | (own or {}),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -111,25 +109,25 @@ def everything(trainer):
     return parameters(trainer), list(trainer.optimizer.optimizer.state_dict()["state"].values())
 
 
-def stacked(few):
-    return {name: torch.stack([each[name] for each in few]) for name in ("input_ids", "labels")}
-
-
 def made_optimizer(model):
-    """Matrices decay, vectors do not: of this model the latter are the norms."""
+    """Matrices decay. The vectors do not, because all vectors of this model are norms."""
     groups = param_groups(model, weight_decay=0.1, decay_bias_and_norm=False)
-    return AdaHessian(groups, lr=0.05, **ADAHESSIAN)
+    return AdaHessian(groups, lr=0.05, **OPTIONS)
 
 
-def written_out(model, loss_fn, dataset, steps=4, size=4, micro_batches=1, **curvature):
-    """The loop without a Trainer: linear decay, clipping, and the mean over the words of all micro-batches."""
+def linear_schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
+
+
+def plain_loop(model, loss_fn, dataset, **curvature_options):
+    """Train without a Trainer: linear decay, clipping, and the mean over the words of all micro-batches."""
     optimizer = made_optimizer(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    measured = Curvature(model, loss_fn, optimizer, **curvature)
-    for step in range(steps):
-        start = step * size % len(dataset)
-        batch = stacked(dataset[start : start + size])
-        measured.measure({name: tensor[: size // micro_batches] for name, tensor in batch.items()})
+    schedule = linear_schedule(optimizer)
+    curvature = Curvature(model, loss_fn, optimizer, **curvature_options)
+    for step in range(4):
+        few = dataset[4 * step : 4 * step + 4]
+        batch = {name: torch.stack([each[name] for each in few]) for name in ("input_ids", "labels")}
+        curvature.measure(batch)
         loss_fn(model, batch).backward()
         clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -148,7 +146,7 @@ def assert_same(one, other, **tolerance):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
-def test_is_the_loop_written_out(tmp_path, autocast):
+def test_is_the_plain_loop(tmp_path, autocast):
     def loss_fn(model, batch):
         words = (batch["labels"][:, 1:] != -100).sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -156,26 +154,18 @@ def test_is_the_loop_written_out(tmp_path, autocast):
 
     trainer = train(tmp_path, language_model(torch.float32), bf16=autocast)
     assert trainer.model.config._attn_implementation == "sdpa"
-    assert_same(everything(trainer), written_out(language_model(torch.float32), loss_fn, examples()))
+    assert_same(everything(trainer), plain_loop(language_model(torch.float32), loss_fn, examples()))
 
 
 def test_micro_batches_are_the_mean_over_all_their_words(tmp_path):
     trainer = train(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    assert_same(parameters(trainer), written_out(language_model(), mean_over_words, examples())[0], **NEARLY)
+    assert_same(parameters(trainer), plain_loop(language_model(), mean_over_words, examples())[0], **NEARLY)
 
 
-def test_the_first_micro_batch_stands_for_all(tmp_path):
-    kwargs = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    dataset = examples(padded=False)
-    trainer = train(tmp_path, dataset=dataset, curvature={"accumulate": False}, **kwargs)
-    expected = written_out(language_model(), mean_over_words, dataset, micro_batches=2)
-    assert_same(parameters(trainer), expected[0], **NEARLY)
-
-
-def test_a_part_of_the_batch_stands_for_all(tmp_path):
-    dataset = examples(padded=False)
-    trainer = train(tmp_path, dataset=dataset, curvature={"batch_fraction": 0.25})
-    expected = written_out(language_model(), mean_over_words, dataset, batch_fraction=0.25)
+def test_curvature_options_reach_the_curvature(tmp_path):
+    dataset, options = examples(padded=False), {"batch_fraction": 0.25}
+    trainer = train(tmp_path, dataset=dataset, own={"curvature_options": options})
+    expected = plain_loop(language_model(), mean_over_words, dataset, **options)
     assert_same(parameters(trainer), expected[0], **NEARLY)
 
 
@@ -193,35 +183,30 @@ def sum_over_items(outputs, labels, num_items_in_batch=None):
     ],
     ids=["label smoothing", "compute_loss_func", "the Trainer"],
 )
-def test_micro_batches_are_the_whole_batch_whoever_normalises(tmp_path, make, own, kwargs):
+def test_micro_batches_are_the_whole_batch_whoever_normalizes(tmp_path, make, own, kwargs):
     kwargs |= {"max_grad_norm": 0.0}
     parts = train(tmp_path, make(), own=own, per_device_train_batch_size=1, gradient_accumulation_steps=4, **kwargs)
     whole = train(tmp_path, make(), own=own, **kwargs)
     assert_same(everything(parts), everything(whole), **NEARLY)
 
 
-def test_goes_on_from_a_checkpoint_after_evaluations(tmp_path):
+def test_resumes_from_a_checkpoint_after_evaluations(tmp_path):
     def trained(folder, resume=None):
-        forget_accelerators()
-        trainer = AdaHessianTrainer(
-            model=language_model(torch.float32, dropout=0.2),
-            args=arguments(
-                folder,
-                max_steps=6,
-                gradient_accumulation_steps=2,
-                save_strategy="steps",
-                save_steps=3,
-                eval_strategy="steps",
-                eval_steps=1,
-                train_sampling_strategy="random",
-                lr_scheduler_type="cosine",
-            ),
-            train_dataset=examples(count=40),
-            eval_dataset=examples(count=8),
-            adahessian_settings=ADAHESSIAN,
+        return train(
+            folder,
+            language_model(torch.float32, dropout=0.2),
+            examples(count=40),
+            own={"eval_dataset": examples(count=8)},
+            resume=resume,
+            max_steps=6,
+            gradient_accumulation_steps=2,
+            save_strategy="steps",
+            save_steps=3,
+            eval_strategy="steps",
+            eval_steps=1,
+            train_sampling_strategy="random",
+            lr_scheduler_type="cosine",
         )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
 
     through = trained(tmp_path / "through")
     resumed = trained(tmp_path / "resumed", str(tmp_path / "through" / "checkpoint-3"))
@@ -230,37 +215,41 @@ def test_goes_on_from_a_checkpoint_after_evaluations(tmp_path):
 
 
 def test_measures_in_training_mode_and_only_when_due(tmp_path):
-    modes = []
+    calls = []
 
     class Watching(AdaHessianTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
-            if torch.is_grad_enabled():  # an evaluation takes no gradients
-                modes.append(model.training)
+            if torch.is_grad_enabled():  # an evaluation computes no gradients
+                calls.append((model.training, self.state.global_step))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     own = {"eval_dataset": examples(count=4)}
-    trainer = train(tmp_path, trainer_class=Watching, own=own, eval_strategy="steps", eval_steps=1)
-    # Of four steps the first two measure; what is written out is compared with torch's once.
-    assert modes == [True] * (4 + 2 + 2)
-    trainer.train()
-    assert modes == [True] * (8 + 4 + 2)  # and so do the fifth and the eighth
+    train(tmp_path, trainer_class=Watching, own=own, eval_strategy="steps", eval_steps=1, max_steps=6)
+    assert all(training for training, _ in calls)
+    # The first measurement may take several calls, to choose how to compute it.
+    counts = [[step for _, step in calls].count(step) for step in range(6)]
+    assert [count > 1 for count in counts] == [True, True, False, False, True, False]
+    assert counts[1:] == [2, 1, 1, 2, 1]
+
+
+def test_training_twice_measures_for_the_same_optimizer(tmp_path):
+    trainer = train(tmp_path)
+    trainer.train()  # wraps the model again
+    assert trainer.optimizer.optimizer.param_groups[0]["measurements"] == 4  # steps 1, 2, 5 and 8
 
 
 def test_takes_an_optimizer_and_a_scheduler(tmp_path):
     model = language_model()
     optimizer = made_optimizer(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
-    trainer = AdaHessianTrainer(
-        model=model, args=arguments(tmp_path), train_dataset=examples(), optimizers=(optimizer, schedule)
-    )
-    trainer.train()
+    own = {"optimizers": (optimizer, linear_schedule(optimizer)), "optimizer_options": None}
+    trainer = train(tmp_path, model, own=own)
     assert trainer.optimizer.optimizer is optimizer is trainer.curvature.optimizer
     assert_same(everything(trainer), everything(train(tmp_path)))
 
 
 def test_exempts_from_weight_decay_what_the_trainer_exempts(tmp_path):
     def decays(trainer_class):
-        forget_accelerators()
+        reset_accelerators()
         model = language_model()
         model.model.layers[0].requires_grad_(False)
         trainer = trainer_class(model=model, args=arguments(tmp_path))
@@ -300,30 +289,25 @@ def test_ranks_are_one_process_on_all_their_words(tmp_path):
     assert_same(here[0], parameters(train(tmp_path)), **NEARLY)
 
 
-# What it refuses, installing and running -----------------------------------------------------------------------------
+# Errors, installing and running --------------------------------------------------------------------------------------
 
 
-def test_says_that_the_default_learning_rate_is_that_of_adamw(tmp_path):
+def test_warns_of_the_default_learning_rate(tmp_path):
     trainer = AdaHessianTrainer(model=language_model(), args=TrainingArguments(str(tmp_path), use_cpu=True))
-    with pytest.warns(UserWarning, match=r"5e-05.*0\.15"):
+    with pytest.warns(UserWarning, match="learning_rate"):
         trainer.create_optimizer()
 
 
-def test_refuses_settings_beside_an_optimizer(tmp_path):
+def test_rejects_options_for_an_optimizer_that_it_does_not_create(tmp_path):
     model = language_model()
-    with pytest.raises(ValueError, match="put them into your own"):
-        AdaHessianTrainer(
-            model=model,
-            args=arguments(tmp_path),
-            optimizers=(made_optimizer(model), None),
-            adahessian_settings=ADAHESSIAN,
-        )
+    with pytest.raises(ValueError, match="optimizer_options"):
+        train(tmp_path, model, own={"optimizers": (made_optimizer(model), None)})
 
 
-def test_refuses_data_parallel(tmp_path):
+def test_rejects_data_parallel(tmp_path):
     args = arguments(tmp_path)
     args._n_gpu = 2
-    with pytest.raises(ValueError, match="torchrun"):
+    with pytest.raises(ValueError, match="DataParallel"):
         AdaHessianTrainer(model=language_model(), args=args)
 
 

@@ -1,3 +1,4 @@
+import logging
 import sys
 
 import pytest
@@ -47,3 +48,12 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
         command.main(["demo"])
     assert exit_.value.code == 130
     assert capsys.readouterr().err == "adahessian: stopped\n"
+
+
+def test_what_the_library_reports_is_shown(monkeypatch, capsys):
+    from adahessian.lab.demo import Demo
+
+    monkeypatch.setattr(Demo, "run", lambda self: logging.getLogger("adahessian").info("compiling"))
+    command.main(["demo"])
+    logging.getLogger("adahessian").info("after the command")
+    assert capsys.readouterr().err == "adahessian: compiling\n"

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import adahessian
-from adahessian.lab.optimizers import UnsuitableOptimizerError, make_optimizer
+from adahessian.lab.optimizers import UnsuitableOptimizerError, curvature_options, make_optimizer
 from adahessian.lab.settings import OPTIMIZER_NAMES, Settings
 
 SETTINGS = Settings(epochs=1, batch_size=1, lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.01, momentum=0.7)
@@ -41,22 +40,25 @@ def test_settings_of_the_curvature_arrive():
         num_probes=2,
         update_every=5,
         measured_epochs=1.5,
-        beta2_per="step",
+        tangents="bfloat16",
+        batch_fraction=0.25,
         steady_start=True,
     )
     group = make("adahessian", nn.Linear(2, 2), settings).param_groups[0]
     expected = {
         "block_size": 4,
         "hessian_power": 0.5,
-        "averaging": "signed",
+        "signed": True,
         "num_probes": 2,
-        "update_every": 5,
-        "warmup_steps": 15,
-        "beta2_per": "step",
+        "curvature_every": 5,
+        "curvature_warmup": 15,
         "steady_start": True,
         "seed": 3,
     }
     assert {name: group[name] for name in expected} == expected
+    compiled = {"batch_fraction": 0.25, "compile": True, "product_dtype": torch.bfloat16}
+    assert curvature_options(settings, compiled=True) == compiled
+    assert curvature_options(settings, compiled=False) == {**compiled, "compile": False, "product_dtype": None}
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
@@ -78,7 +80,9 @@ def test_biases_and_norms_decay_unless_told_not_to(name):
 def test_sparse_embeddings():
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     plain = Settings(epochs=1, batch_size=1, lr=0.5)
-    assert isinstance(make("adahessian", model, plain), adahessian.DenseAndSparse)
+    dense, embeddings = make("adahessian", model, plain).param_groups
+    assert (dense.get("sparse", False), embeddings["sparse"]) == (False, True)
+    assert (dense["lr"], embeddings["lr"]) == (0.5, 0.01)
     for name in ("adagrad", "sgd"):
         optimizer = make(name, model, plain)
         model(torch.tensor([1])).sum().backward()
@@ -88,6 +92,6 @@ def test_sparse_embeddings():
     for name, settings in (("adamw", plain), ("sgd", SETTINGS)):
         with pytest.raises(UnsuitableOptimizerError, match="choose adahessian"):
             make(name, model, settings)
-    dense = make("adahessian", model, replace(SETTINGS, decay_bias_and_norm=False)).dense
-    decays = {param: group["weight_decay"] for group in dense.param_groups for param in group["params"]}
-    assert decays == {model[1].weight: 0.01, model[1].bias: 0.0}
+    optimizer = make("adahessian", model, replace(SETTINGS, decay_bias_and_norm=False))
+    decays = {param: group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
+    assert decays == {model[0].weight: 0.0, model[1].weight: 0.01, model[1].bias: 0.0}

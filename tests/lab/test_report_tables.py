@@ -12,6 +12,7 @@ from adahessian.lab.report.groups import changed_settings, group_runs
 from adahessian.lab.report.markdown import markdown
 from adahessian.lab.report.terminal import terminal_table
 from adahessian.lab.report.wording import group_title
+from adahessian.lab.runs import differences
 from adahessian.lab.settings import ECONOMICAL
 
 
@@ -211,3 +212,11 @@ def test_times_are_set_against_runs_of_another_length_where_there_are_no_others(
     short = make_document(groups).sections[1]
     (table,) = (part for part in short.parts if isinstance(part, Table))
     assert "2.00 x SGD" in column(table, "time of a step")["AdaHessian"]
+
+
+def test_a_setting_that_was_removed_is_told_where_it_was_not_at_its_default():
+    default, other = make_run("adahessian"), make_run("adahessian", name="adahessian_beta2-per=step")
+    default.settings["beta2_per"], other.settings["beta2_per"] = "measurement", "step"
+    titles = [group_title(group, with_conditions=False) for group in group_runs([default, other])]
+    assert titles == ["AdaHessian", "AdaHessian, beta2 per step"]
+    assert differences(default.identity, make_run("adahessian").identity) == ""

@@ -7,8 +7,8 @@ from sacrebleu import corpus_bleu
 from torch.func import functional_call, grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adahessian.curvature.attention import plain_attention
-from adahessian.curvature.batches import slice_batch
+from adahessian.base.batches import slice_batch
+from adahessian.hessian.attention import plain_attention
 from adahessian.lab.data.errors import DataError
 from adahessian.lab.data.token_batches import END, PADDING, START, Sentences, TokenBatches
 from adahessian.lab.settings import OPTIMIZER_NAMES

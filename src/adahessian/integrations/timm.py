@@ -1,28 +1,25 @@
-"""timm: a name under which its optimizer factory, and so its training script, finds this optimizer.
+"""timm: a name for this optimizer in ``timm.optim.create_optimizer_v2`` and in timm's training script.
 
-timm has an ``adahessian`` of its own. It stays as it is: recipes that name it keep their meaning, and its ``eps`` of
-1e-8, its lack of averaging over kernels and its keywords are not these. So this one has a name of its own. It begins
-with ``ada`` because timm's script scales the learning rate of such names by the root of the batch size.
+The name is ``adahessian2``, because timm has an ``adahessian`` of its own with other defaults. timm's script scales the
+learning rate of names that begin with ``ada`` by the square root of the batch size.
 
-Two lines at the top of timm's ``train.py``, and settings by ``--opt-kwargs``::
+Add two lines at the top of timm's ``train.py``, and pass options through ``--opt-kwargs``::
 
     import adahessian.integrations.timm
     adahessian.integrations.timm.register()
 
-    python train.py --opt adahessian2 --lr 0.15 --opt-kwargs update_every=10 warmup_steps=200
+    python train.py --opt adahessian2 --lr 0.15 --opt-kwargs curvature_every=10 curvature_warmup=200
 
-The script then calls ``backward(create_graph=True)``, because the optimizer says ``is_second_order``. It asks that once
-an epoch, so the graph is made at every step, also between measurements. DistributedDataParallel refuses such a
-``backward``. Where either hurts, let the curvature have a pass of its own and the gradient its usual one::
+The script reads ``optimizer.is_second_order`` once per epoch and then calls ``backward(create_graph=True)`` at every
+step. DistributedDataParallel does not support it. A curvature pass of its own is faster and supports DDP::
 
     curvature = adahessian.Curvature(model, lambda model, batch: loss_fn(model(batch[0]), batch[1]), optimizer)
     optimizer.is_second_order = False
-    ...
     curvature.measure((input, target))  # in train_one_epoch, before the loss
 
-timm groups parameters by weight decay alone. Of a transformer, whose position embedding has three dimensions but is no
-kernel, ``create_optimizer_v2(model, "adahessian2", param_group_fn=adahessian.param_groups)`` groups them by module. Its
-``lookahead_`` wrapper hides ``is_second_order``: set that to True on what the factory returns.
+timm groups parameters by weight decay only. To group them by module as well, call
+``create_optimizer_v2(model, "adahessian2", param_group_fn=adahessian.param_groups)``. timm's ``lookahead_`` wrapper
+hides ``is_second_order``, so set it to True on the optimizer that the factory returns.
 """
 
 from __future__ import annotations
@@ -33,31 +30,21 @@ from adahessian.optimizer import AdaHessian
 
 
 def register(name: str = "adahessian2") -> None:
-    """Make ``timm.optim.create_optimizer_v2(model, name, ...)`` create this optimizer.
+    """Register AdaHessian for ``timm.optim.create_optimizer_v2(model, name, ...)``.
 
     Args:
-        name: The name, without underscores; ``"adahessian"`` replaces timm's own.
+        name: The name, without underscores; ``"adahessian"`` replaces timm's own optimizer.
 
     Raises:
-        ModuleNotFoundError: If timm is not installed, or is older than its registry of optimizers.
-        ValueError: If the name has an underscore.
+        ModuleNotFoundError: If timm is not installed, or is too old to have a registry.
+        ValueError: If the name contains an underscore.
     """
     if "_" in name:
-        raise ValueError(
-            f"Invalid name: {name!r}. timm takes what comes before an underscore for a wrapper, as in lookahead_adam."
-        )
+        raise ValueError(f"name={name!r} contains an underscore, which timm reads as a wrapper's prefix. Remove it.")
     try:
         factory = import_module("timm.optim._optim_factory")
     except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            'this needs timm and its registry of optimizers: pip install "adahessian[timm]"', name=missing.name
-        ) from missing
-    factory.default_registry.register(
-        factory.OptimInfo(
-            name=name,
-            opt_class=AdaHessian,
-            description="AdaHessian: Adam with the curvature of the loss in place of the squared gradient",
-            has_betas=True,
-            second_order=True,
-        )
-    )
+        message = 'timm is not installed, or is too old. Run: pip install "adahessian[timm]".'
+        raise ModuleNotFoundError(message, name=missing.name) from missing
+    info = factory.OptimInfo(name, AdaHessian, "Adam with the Hessian's diagonal", has_betas=True, second_order=True)
+    factory.default_registry.register(info)

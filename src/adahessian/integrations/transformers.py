@@ -1,69 +1,52 @@
-"""transformers: a ``Trainer`` that measures the curvature before it takes the gradient.
-
-The objective of a step is what the Trainer differentiates, added up over micro-batches. The curvature is that of the
-same objective, whoever normalises it: the model or ``compute_loss_func``, by the number of items in all micro-batches
-(and processes), or the Trainer, by the number of micro-batches.
-"""
+"""transformers: a ``Trainer`` that measures the curvature before it computes the gradient."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adahessian.curvature.batches import tensors_of
-from adahessian.curvature.measurement import Curvature
+from adahessian.base.batches import tensors_in
+from adahessian.curvature import Curvature
 from adahessian.groups import param_groups
 from adahessian.optimizer import AdaHessian
 
 try:
     from transformers import Trainer, TrainingArguments
 except ImportError as missing:
-    raise ImportError(
-        'this needs transformers: pip install "adahessian[transformers]"', name="transformers"
-    ) from missing
+    message = 'transformers is not installed. Run: pip install "adahessian[transformers]".'
+    raise ImportError(message, name="transformers") from missing
 
 from adahessian.integrations.accelerate import prepare_curvature
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
 
 class _MicroBatch(NamedTuple):
-    """What a loss is computed from; a slice of it cuts the inputs alone."""
+    """What a loss is computed from. Slicing it slices the inputs only."""
 
     inputs: Mapping[str, Any]
-    # Items, such as tokens, that the objective is a mean over, in all micro-batches of the step.
-    num_items: Any
-    # Examples of this micro-batch before it was cut.
-    examples: int
-    # What makes the mean over micro-batches their sum, if that is the objective.
-    multiple: int
+    num_items: Any  # such as tokens, in all micro-batches of the step and all processes
+    examples: int  # in this micro-batch, before slicing
 
 
-class AdaHessianMixin(_Base):
+class AdaHessianMixin(Trainer):
     """Makes a subclass of ``transformers.Trainer`` train with AdaHessian.
 
-    Name it first: ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It takes all arguments of the Trainer, and:
+    List it first: ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It takes the Trainer's arguments and two more.
 
     Args:
-        adahessian_settings: Arguments of :class:`adahessian.AdaHessian`. The learning rate and the weight decay are
-            those of ``TrainingArguments`` unless they are here; biases and norms do not decay, as ever with a Trainer.
-            For an optimizer of your own pass ``optimizers=(optimizer, scheduler)`` instead.
-        curvature_settings: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``. With accumulated
-            gradients all micro-batches are measured; ``{"accumulate": False}`` measures the first alone.
+        optimizer_options: Arguments of :class:`adahessian.AdaHessian`. ``lr`` and ``weight_decay`` default to those of
+            ``TrainingArguments``; biases and norms do not decay. To create the optimizer yourself, pass
+            ``optimizers=(optimizer, scheduler)`` instead.
+        curvature_options: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.
 
     Raises:
-        ValueError: If there are settings for an optimizer that is not made here, or ``torch.nn.DataParallel`` would
-            split the batch.
+        ValueError: If there are options for an optimizer that is not created here, or the Trainer would split batches
+            over several GPUs with ``torch.nn.DataParallel``.
     """
 
-    # Made before the first step: the optimizer, which accelerate then wraps, and the curvature of what it has wrapped.
     optimizer: Any
     curvature: Curvature[nn.Module] | None = None
     _curvature_of: tuple[nn.Module, Optimizer] | None = None
@@ -71,91 +54,77 @@ class AdaHessianMixin(_Base):
     def __init__(
         self,
         *args: Any,
-        adahessian_settings: Mapping[str, Any] | None = None,
-        curvature_settings: Mapping[str, Any] | None = None,
+        optimizer_options: Mapping[str, Any] | None = None,
+        curvature_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
-                "the Trainer would split each batch over several GPUs by torch.nn.DataParallel. Launch one process for "
-                "each, with torchrun, or name one with CUDA_VISIBLE_DEVICES=0"
+                "The Trainer would split each batch over several GPUs with torch.nn.DataParallel. Launch one process "
+                "per GPU with torchrun, or select one GPU with CUDA_VISIBLE_DEVICES=0."
             )
-        if adahessian_settings and self.optimizer is not None:
-            raise ValueError("adahessian_settings are for an optimizer that is made here: put them into your own")
-        self._adahessian_settings = dict(adahessian_settings or {})
-        self._curvature_settings = dict(curvature_settings or {})
+        if optimizer_options and self.optimizer is not None:
+            raise ValueError("optimizer_options do not apply to the optimizer in optimizers. Pass only one of the two.")
+        self._optimizer_options = dict(optimizer_options or {})
+        self._curvature_options = dict(curvature_options or {})
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """An AdaHessian, unless there is an optimizer already."""
+        """Create an AdaHessian, unless there is an optimizer already."""
         if self.optimizer is None:
-            settings: dict[str, Any] = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay}
-            settings |= self._adahessian_settings
-            if settings["lr"] == TrainingArguments.learning_rate:
+            options = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay, **self._optimizer_options}
+            if options["lr"] == TrainingArguments.learning_rate:
                 warnings.warn(
-                    f"learning_rate={settings['lr']} is what TrainingArguments have by default, for AdamW. AdaHessian "
-                    "divides by curvatures and wants far more: its own default is 0.15",
+                    f"learning_rate={options['lr']} is the default of TrainingArguments, made for AdamW. Set a much "
+                    "larger one, such as AdaHessian's default of 0.15.",
                     stacklevel=2,
                 )
-            trained: Any = self.model if model is None else model
-            self.optimizer = AdaHessian(self._groups(trained), **settings)
-        optimizer: Optimizer = super().create_optimizer()
-        return optimizer
+            self.optimizer = AdaHessian(self._groups(self.model if model is None else model), **options)
+        return super().create_optimizer()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Measure the curvature, if it is due, then take the gradient."""
-        # Both as the gradient will find them: evaluation leaves the model in its own mode.
-        model.train()
+        """Measure the curvature if it is due, then compute the gradient."""
+        model.train()  # an evaluation leaves the model in eval mode
         inputs = self._prepare_inputs(inputs)
-        examples, multiple = self._count_examples(inputs), self._multiple(num_items_in_batch)
-        self._curvature_for(model).measure(_MicroBatch(inputs, num_items_in_batch, examples, multiple))
-        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
-
-    def _curvature_for(self, model: nn.Module) -> Curvature[nn.Module]:
-        # Each call of train may wrap the model anew, and each trial of a search makes both anew.
+        # Each call of train may wrap the model again, and each trial of a search creates both.
         if self.curvature is None or self._curvature_of != (model, self.optimizer):
-            settings = {"accumulate": self.args.gradient_accumulation_steps > 1} | self._curvature_settings
-            self.curvature = prepare_curvature(self.accelerator, model, self._objective, self.optimizer, **settings)
+            self.curvature = prepare_curvature(
+                self.accelerator, model, self._objective, self.optimizer, **self._curvature_options
+            )
             self._curvature_of = (model, self.optimizer)
-        return self.curvature
+        self.curvature.measure(_MicroBatch(inputs, num_items_in_batch, self._count_examples(inputs)))
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _objective(self, model: nn.Module, batch: _MicroBatch) -> Tensor:
-        inputs, num_items, examples, multiple = batch
+        inputs, num_items, examples = batch
+        # The Trainer's own rule: is this loss a part of a sum over micro-batches, or a mean that it divides?
+        is_part = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_part is None:
+            is_part = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
         if num_items is not None:
             num_items = num_items * (self._count_examples(inputs) / examples)
-        # A copy, as labels are taken out of it.
-        loss: Any = self.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
-        objective: Tensor = loss * multiple
-        return objective
+        # compute_loss removes the labels from the dict, so it gets a copy.
+        loss = cast(Tensor, self.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
+        return loss * self.current_gradient_accumulation_steps if is_part else loss
 
     def _count_examples(self, inputs: Mapping[str, Any]) -> int:
-        dim = self._curvature_settings.get("batch_dim", 0)
-        return next((tensor.shape[dim] for tensor in tensors_of(inputs) if tensor.dim() > dim), 1)
+        dim = self._curvature_options.get("batch_dim", 0)
+        return next((tensor.shape[dim] for tensor in tensors_in(inputs) if tensor.dim() > dim), 1)
 
-    def _multiple(self, num_items: object) -> int:
-        """How many times the mean over micro-batches is what the Trainer, by its own rule, differentiates."""
-        is_part_of_sum = getattr(self, "loss_is_scaled_for_ga", None)
-        if is_part_of_sum is None:
-            by_model = self.model_accepts_loss_kwargs and num_items is not None
-            is_part_of_sum = by_model or self.compute_loss_func is not None
-        return self.current_gradient_accumulation_steps if is_part_of_sum else 1
-
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Groups by kind of module, with the weight decay that the Trainer gives each parameter."""
+    def _groups(self, model: Any) -> list[dict[str, Any]]:
+        """Group parameters by module, with the weight decay that the Trainer gives each parameter."""
         decaying = set(self.get_decay_parameter_names(model))
         groups = []
         for group in param_groups(model):
             trained = [(name, param) for name, param in group["params"] if param.requires_grad]
-            decayed = [each for each in trained if each[0] in decaying]
-            exempt = [each for each in trained if each[0] not in decaying]
-            groups += [{**group, "params": decayed}] if decayed else []
-            groups += [{**group, "params": exempt, "weight_decay": 0.0}] if exempt else []
+            for options in ({}, {"weight_decay": 0.0}):
+                params = [each for each in trained if (each[0] in decaying) != bool(options)]
+                groups += [{**group, **options, "params": params}] if params else []
         return groups
 
 
-class AdaHessianTrainer(AdaHessianMixin, Trainer):
-    """``transformers.Trainer`` with AdaHessian: see :class:`AdaHessianMixin` for what it takes besides.
+class AdaHessianTrainer(AdaHessianMixin):
+    """``transformers.Trainer`` with AdaHessian; see :class:`AdaHessianMixin` for its arguments.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -164,8 +133,8 @@ class AdaHessianTrainer(AdaHessianMixin, Trainer):
         >>> trainer = AdaHessianTrainer(
         ...     LlamaForCausalLM(config),
         ...     TrainingArguments(mkdtemp(), learning_rate=0.15, weight_decay=0.01),
-        ...     adahessian_settings={"block_size": 32, "update_every": 10},
-        ...     curvature_settings={"batch_fraction": 0.25},
+        ...     optimizer_options={"block_size": 32, "curvature_every": 10},
+        ...     curvature_options={"batch_fraction": 0.25},
         ... )
         >>> trainer.train()  # doctest: +SKIP
     """

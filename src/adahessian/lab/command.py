@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Protocol
 
@@ -41,7 +43,6 @@ _COMMANDS = {
     "paper": ("adahessian.lab.paper.command", "Paper"),
     "fetch": ("adahessian.lab.fetch", "Fetch"),
     "bench": ("adahessian.lab.bench.command", "Bench"),
-    "study-lr": ("adahessian.lab.lr_guide", "StudyLr"),
 }
 
 
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         # Within the try, as it imports for seconds.
         command = _parse(arguments)
-        command.run()
+        with _messages_shown():
+            command.run()
     except BrokenPipeError:
         # Whoever reads has seen enough. What Python would still write at its end goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -69,6 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("adahessian: stopped", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def _messages_shown() -> Iterator[None]:
+    """Print the messages of the library and of the tasks to standard error."""
+    logger = logging.getLogger("adahessian")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("adahessian: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _parse(arguments: Sequence[str] | None) -> Command:

@@ -73,8 +73,8 @@ def _economical_adahessian(model: nn.Module, lr: float, seed: int) -> Optimizer:
         groups,
         lr,
         seed=seed,
-        update_every=ECONOMICAL["update_every"],
-        warmup_steps=ECONOMICAL_WARMUP_STEPS,
+        curvature_every=ECONOMICAL["update_every"],
+        curvature_warmup=ECONOMICAL_WARMUP_STEPS,
         steady_start=True,
     )
 

@@ -12,6 +12,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 import adahessian
 from adahessian.lab.settings import OptimizerName, Settings
 
+# Adagrad's learning rate for the embeddings of a task that has no setting for it.
+_EMBEDDING_LR = 0.01
+
 
 class UnsuitableOptimizerError(Exception):
     """An optimizer that cannot train a model."""
@@ -24,7 +27,7 @@ def make_optimizer(
 
     Args:
         name: Which one.
-        model: What it trains. Embeddings with sparse gradients are left to Adagrad where AdaHessian trains the rest.
+        model: What it trains. Adagrad updates embeddings with sparse gradients where AdaHessian trains the rest.
         settings: Its settings.
         seed: Seed of AdaHessian's probes.
         steps_per_epoch: Steps an epoch, which the epochs that measure at every step are counted in.
@@ -50,26 +53,35 @@ def has_sparse_embeddings(model: nn.Module) -> bool:
 
 
 def _adahessian(model: nn.Module, settings: Settings, *, sparse: bool, seed: int, steps_per_epoch: int) -> Optimizer:
-    chosen: dict[str, Any] = {
-        "lr": settings.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-        "block_size": settings.block_size,
-        "hessian_power": settings.hessian_power,
-        "averaging": settings.averaging,
-        "num_probes": settings.num_probes,
-        "update_every": settings.update_every,
-        "warmup_steps": round(settings.measured_epochs * steps_per_epoch),
-        "beta2_per": settings.beta2_per,
-        "steady_start": settings.steady_start,
-        "seed": seed,
+    groups = adahessian.param_groups(
+        model,
+        decay_bias_and_norm=settings.decay_bias_and_norm,
+        sparse_lr=getattr(settings, "embedding_lr", _EMBEDDING_LR) if sparse else None,
+    )
+    return adahessian.AdaHessian(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        hessian_power=settings.hessian_power,
+        block_size=settings.block_size,
+        signed=settings.averaging == "signed",
+        num_probes=settings.num_probes,
+        curvature_every=settings.update_every,
+        curvature_warmup=round(settings.measured_epochs * steps_per_epoch),
+        steady_start=settings.steady_start,
+        seed=seed,
+    )
+
+
+def curvature_options(settings: Settings, *, compiled: bool) -> dict[str, Any]:
+    """The arguments of :class:`adahessian.Curvature` for these settings."""
+    return {
+        "batch_fraction": settings.batch_fraction,
+        "compile": compiled,
+        "product_dtype": torch.bfloat16 if settings.tangents == "bfloat16" and compiled else None,
     }
-    all_decay = settings.decay_bias_and_norm
-    if sparse:
-        sparse_lr = getattr(settings, "embedding_lr", None)
-        return adahessian.DenseAndSparse(model, sparse_lr=sparse_lr, decay_bias_and_norm=all_decay, **chosen)
-    return adahessian.AdaHessian(adahessian.param_groups(model, decay_bias_and_norm=all_decay), **chosen)
 
 
 def _decaying(model: nn.Module, settings: Settings) -> Any:
@@ -77,7 +89,7 @@ def _decaying(model: nn.Module, settings: Settings) -> Any:
     if settings.decay_bias_and_norm:
         return model.parameters()
     groups = adahessian.param_groups(model, decay_bias_and_norm=False)
-    return [{name: value for name, value in group.items() if name != "blocks"} for group in groups]
+    return [{name: value for name, value in group.items() if name != "averaging"} for group in groups]
 
 
 def _fused(model: nn.Module) -> bool:

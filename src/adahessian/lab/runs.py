@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from adahessian.lab.settings import OptimizerName, Settings, is_economical
+from adahessian.lab.settings import REMOVED, OptimizerName, Settings, is_economical
 
 KIND = "adahessian run"
 
@@ -68,8 +68,9 @@ def identity(
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """In what two identities differ, in words; empty if in nothing."""
-    # A file that was written before there was a setting does not name it: it was what it is now by default.
-    before = {f"--{field.name.replace('_', '-')}": field.default for field in fields(Settings)}
+    # A file may lack a setting that is newer, or have one that was removed since: both count as at their defaults.
+    defaults = {**{field.name: field.default for field in fields(Settings)}, **REMOVED}
+    before = {f"--{name.replace('_', '-')}": default for name, default in defaults.items()}
     keys = {*one, *other}
     return ", ".join(sorted(key for key in keys if one.get(key, before.get(key)) != other.get(key, before.get(key))))
 

@@ -55,10 +55,12 @@ OF_ADAHESSIAN = (
     "update_every",
     "measured_epochs",
     "batch_fraction",
-    "beta2_per",
     "steady_start",
     "tangents",
 )
+
+# Settings that earlier versions had, with their defaults. Files of results still name them.
+REMOVED: dict[str, Any] = {"beta2_per": "measurement"}
 
 # On a quarter of the batch at every tenth step, after an epoch of measuring at every step.
 ECONOMICAL: dict[str, Any] = {
@@ -139,9 +141,6 @@ class Settings:
 
     batch_fraction: float = 1.0
     """AdaHessian: share of the batch that the curvature is measured on."""
-
-    beta2_per: Literal["measurement", "step"] = "measurement"
-    """AdaHessian: what the second beta counts."""
 
     steady_start: bool = False
     """AdaHessian: average the first measurement with its mean over each tensor."""

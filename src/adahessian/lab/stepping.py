@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import adahessian
-from adahessian.captured import CannotCaptureError, Graph
-from adahessian.curvature.batches import map_tensors, tensors_of
-from adahessian.curvature.kinds import Kinds
-from adahessian.lab.optimizers import has_sparse_embeddings
+from adahessian.lab.optimizers import curvature_options, has_sparse_embeddings
 from adahessian.lab.settings import Settings
-from adahessian.messages import say
 
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Step: TypeAlias = Callable[[Any], Tensor]
-Derivatives: TypeAlias = tuple[Tensor, list[Tensor | None]]
 
 
 def make_step(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, settings: Settings, *, compiled: bool) -> Step:
@@ -34,29 +28,23 @@ def make_step(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, settings:
         settings: The curvature's and the clipping's settings.
         compiled: Whether derivatives are compiled, and on a GPU replayed as CUDA graphs, where that is possible.
     """
-    if isinstance(optimizer, adahessian.AdaHessian | adahessian.DenseAndSparse):
-        curvature = adahessian.Curvature(
-            model,
-            loss_fn,
-            optimizer,
-            batch_fraction=settings.batch_fraction,
-            compile=compiled,
-            tangent_dtype=torch.bfloat16 if settings.tangents == "bfloat16" and compiled else None,
-        )
-        if compiled and isinstance(optimizer, adahessian.AdaHessian) and curvature.ranks is None:
+    # Several processes reduce their gradients in backward(), and sparse gradients change their size.
+    compiles_step = compiled and not isinstance(model, DistributedDataParallel) and not has_sparse_embeddings(model)
+    if isinstance(optimizer, adahessian.AdaHessian):
+        curvature = adahessian.Curvature(model, loss_fn, optimizer, **curvature_options(settings, compiled=compiled))
+        if compiles_step:
             _clip_before_step(optimizer, settings.clip_norm)
-            return adahessian.CapturedStep(curvature)
+            return adahessian.TrainingStep(curvature)
         return _plain_step(model, loss_fn, optimizer, settings.clip_norm, curvature)
-    wrapped = isinstance(model, DistributedDataParallel)
-    if compiled and next(model.parameters()).is_cuda and not wrapped and not has_sparse_embeddings(model):
+    if compiles_step and next(model.parameters()).is_cuda:
         _clip_before_step(optimizer, settings.clip_norm)
-        return ReplayedStep(model, loss_fn, optimizer)
+        return adahessian.TrainingStep(model, loss_fn, optimizer, compile=True)
     return _plain_step(model, loss_fn, optimizer, settings.clip_norm)
 
 
 def is_compiled(step: Step) -> bool:
     """Whether the derivatives of a step are compiled."""
-    return isinstance(step, adahessian.CapturedStep | ReplayedStep)
+    return isinstance(step, adahessian.TrainingStep)
 
 
 def _plain_step(
@@ -90,61 +78,3 @@ def _clip_before_step(optimizer: Optimizer, clip_norm: float | None) -> None:
         clip_grad_norm_([p for p in params if p.grad is not None and not p.grad.is_sparse], clip_norm)
 
     optimizer.register_step_pre_hook(clip)
-
-
-class ReplayedStep:
-    """The step of a first-order optimizer, its loss and gradients compiled and replayed as a CUDA graph.
-
-    What :class:`adahessian.CapturedStep` is for AdaHessian, so that times can be compared. A batch of another shape
-    runs uncompiled unless that shape comes often, and so does what cannot be captured.
-
-    Args:
-        model: What is trained, on one CUDA device.
-        loss_fn: ``loss_fn(model, batch)`` is the loss.
-        optimizer: By which.
-    """
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn, optimizer: Optimizer) -> None:
-        self._model = model
-        self._loss_fn = loss_fn
-        self._compiled = torch.compile(loss_fn, dynamic=False)
-        self._optimizer = optimizer
-        self._params = [param for param in model.parameters() if param.requires_grad]
-        self._kinds = Kinds()
-        self._graphs: dict[Hashable, tuple[Graph[Derivatives], list[Tensor]]] = {}
-
-    def __call__(self, batch: Any) -> Tensor:
-        """Take one step; returns the loss."""
-        loss, gradients = self._replayed(batch) or self._derivatives(self._loss_fn, batch)
-        for param, gradient in zip(self._params, gradients, strict=True):
-            param.grad = gradient
-        self._optimizer.step()
-        return loss
-
-    def _replayed(self, batch: Any) -> Derivatives | None:
-        kind = self._kinds.key(batch)
-        if kind is None:
-            return None
-        if kind not in self._graphs:
-            static = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-            try:
-                graph = Graph(lambda: self._derivatives(self._compiled, static), self._model)
-            except CannotCaptureError as cannot:
-                say(f"the step is not captured: {cannot}")
-                self._kinds.refuse(kind)
-                return None
-            self._graphs[kind] = graph, list(tensors_of(static))
-        graph, inputs = self._graphs[kind]
-        for input_, tensor in zip(inputs, tensors_of(batch), strict=True):
-            input_.copy_(tensor, non_blocking=True)
-        loss, gradients = graph.replay()
-        return loss.clone(), gradients
-
-    def _derivatives(self, loss_fn: LossFn, batch: Any) -> Derivatives:
-        loss = loss_fn(self._model, batch)
-        gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
-        return loss.detach(), [
-            # In the order of the parameter's memory, as backward() leaves it.
-            g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-            for g, p in zip(gradients, self._params, strict=True)
-        ]

@@ -76,11 +76,7 @@ def variants(study: StudyName, base: Settings, adamw: Settings | None) -> list[V
             for factor in LR_FACTORS
         ]
     if study == "beta2":
-        return [
-            Variant("adahessian", replace(base, betas=(base.betas[0], beta2), beta2_per=per))
-            for per in ("measurement", "step")
-            for beta2 in BETA2S
-        ]
+        return each(betas=[(base.betas[0], beta2) for beta2 in BETA2S])
     if study == "block-size":
         return each(block_size=BLOCK_SIZES)
     if study == "averaging":

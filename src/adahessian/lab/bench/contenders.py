@@ -80,11 +80,11 @@ def _adahessian(
     *,
     num_probes: int = 1,
     batch_fraction: float = 1.0,
-    tangent_dtype: torch.dtype | None = None,
+    product_dtype: torch.dtype | None = None,
 ) -> Training:
     groups = adahessian.param_groups(task.model)
     optimizer = adahessian.AdaHessian(groups, LR, block_size=BLOCK_SIZE, num_probes=num_probes)
-    return with_curvature(task, optimizer, mode, batch_fraction=batch_fraction, tangent_dtype=tangent_dtype)
+    return with_curvature(task, optimizer, mode, batch_fraction=batch_fraction, product_dtype=product_dtype)
 
 
 def measuring_every(steps: int) -> str:
@@ -119,12 +119,12 @@ CONTENDERS = (
     ),
     Contender(
         schedules={"AdaHessian, every step, bf16 tangents": 1},
-        start=partial(_adahessian, tangent_dtype=torch.bfloat16),
+        start=partial(_adahessian, product_dtype=torch.bfloat16),
         modes=_COMPILED_MODES,
     ),
     Contender(
         schedules={f"{on_a_quarter(steps)}, bf16 tangents": steps for steps in RARE_INTERVALS},
-        start=partial(_adahessian, batch_fraction=0.25, tangent_dtype=torch.bfloat16),
+        start=partial(_adahessian, batch_fraction=0.25, product_dtype=torch.bfloat16),
         modes=_COMPILED_MODES,
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import adahessian
-from adahessian.curvature.backends import twice_differentiable
+from adahessian.hessian.isolation import isolated
 from adahessian.lab.bench.workloads import Batch, Task, mean_loss
 
 Mode = Literal["eager", "compiled", "captured"]
@@ -58,7 +58,7 @@ def with_curvature(
     mode: Mode,
     *,
     batch_fraction: float,
-    tangent_dtype: torch.dtype | None = None,
+    product_dtype: torch.dtype | None = None,
 ) -> Training:
     """The whole step of AdaHessian: gradient and curvature from one pass where both are of the whole batch."""
     curvature = adahessian.Curvature(
@@ -67,10 +67,10 @@ def with_curvature(
         optimizer,
         batch_fraction=batch_fraction,
         compile=mode != "eager",
-        tangent_dtype=tangent_dtype,
+        product_dtype=product_dtype,
     )
-    whole_step = adahessian.CapturedStep(curvature, capture=mode == "captured")
-    return Training(optimizer, lambda: whole_step(task.batch), lambda: curvature.engine.choice(task.batch).name)
+    whole_step = adahessian.TrainingStep(curvature, capture=mode == "captured")
+    return Training(optimizer, lambda: whole_step(task.batch), lambda: curvature.engine.description)
 
 
 def with_graph_of_gradient(task: Task, optimizer: Optimizer, *, every: int) -> Training:
@@ -90,7 +90,8 @@ def with_graph_of_gradient(task: Task, optimizer: Optimizer, *, every: int) -> T
         if (steps - 1) % every:
             return ordinary.step()
         optimizer.zero_grad()
-        with twice_differentiable(task.model):
+        # As for a compiled pass, which changes kernels only: gradients and buffers are the training's own.
+        with isolated(task.model, {}, compiled=True):
             loss = mean_loss(task.model, task.batch)
             loss.backward(create_graph=True)
             optimizer.step()

@@ -130,8 +130,8 @@ def _parameters(shapes: Shapes, *, seed: int, device: torch.device) -> list[Tens
 
 def _measured(params: list[Tensor], block_size: int) -> AdaHessian:
     """An AdaHessian that has its curvature and needs no more of it."""
-    optimizer = AdaHessian(params, LR, block_size=block_size, update_every=10**9)
-    optimizer.feed_curvature({param: torch.ones_like(param) for param in params})
+    optimizer = AdaHessian(params, LR, block_size=block_size, curvature_every=10**9)
+    optimizer.set_curvature({param: torch.ones_like(param) for param in params})
     return optimizer
 
 

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 import adahessian
-from adahessian.curvature.accumulation import WeightedMean
+from adahessian.algorithm.state import shape_of
 from adahessian.lab.bench.cells import Cell, unavailable
 from adahessian.lab.bench.conditions import Conditions
 from adahessian.lab.bench.contenders import REFERENCE, SGD_NAME, Contender
@@ -19,6 +19,7 @@ from adahessian.lab.bench.memory import Held, held, peak_bytes, state_bytes
 from adahessian.lab.bench.timing import Candidate, Stopwatch, median_ratio
 from adahessian.lab.bench.training import Mode, Training
 from adahessian.lab.bench.workloads import Task, Workload, make_task
+from adahessian.parallel.mean import ProductMean
 
 _WARMUP_PERIODS = 1
 _MOST_COMPILED_VERSIONS = 64
@@ -127,12 +128,14 @@ def _reduced_bytes(training: Training, parameters: int) -> float | None:
     """What each of several processes would hand to the reduction of a measurement."""
     if not isinstance(training.optimizer, adahessian.AdaHessian):
         return None
-    mean = WeightedMean(training.optimizer.measured_parameters(), training.optimizer.measured_blocks())
-    return mean.nbytes / parameters
+    groups = training.optimizer.param_groups
+    shapes = {param: shape_of(param, group) for group in groups for param in group["params"]}
+    num_probes = max(group["num_probes"] for group in groups)
+    return ProductMean(list(shapes), list(shapes.values()), num_probes).nbytes / parameters
 
 
 def let_measure_every(training: Training, steps: int) -> None:
     """Set the steps from one measurement to the next, for an optimizer that measures."""
     if isinstance(training.optimizer, adahessian.AdaHessian):
         for group in training.optimizer.param_groups:
-            group["update_every"] = steps
+            group["curvature_every"] = steps

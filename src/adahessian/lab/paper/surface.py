@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from adahessian.curvature.attention import plain_attention
+from adahessian.hessian.attention import plain_attention
 from adahessian.lab.paper.eigenvectors import flat, hessian_product, leading_eigenpairs
 from adahessian.lab.plots import DPI
 from adahessian.lab.report.themes import style

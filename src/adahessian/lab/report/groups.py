@@ -11,7 +11,7 @@ from typing import Any
 
 from adahessian.lab.report.phrases import phrases
 from adahessian.lab.runs import Result, label
-from adahessian.lab.settings import OptimizerName, Settings, is_economical
+from adahessian.lab.settings import REMOVED, OptimizerName, Settings, is_economical
 from adahessian.lab.tasks.registry import EXPERIMENTS
 from adahessian.lab.tasks.task import Experiment, Metric
 
@@ -215,7 +215,7 @@ def _same(some: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool
 def changed_settings(run: Result) -> dict[str, Any]:
     """Those of a run's settings that are not its task's own and make another run."""
     defaults: Settings = EXPERIMENTS[run.task].defaults[run.optimizer]
-    stored = json.loads(json.dumps(asdict(defaults)))
+    stored = {**json.loads(json.dumps(asdict(defaults))), **REMOVED}
     differing = {name: value for name, value in run.settings.items() if value != stored.get(name, _ABSENT)}
     known_names = {field.name for field in fields(defaults)}
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 from adahessian.lab.report.groups import Group
 from adahessian.lab.report.phrases import phrases
-from adahessian.lab.settings import OPTIMIZER_TITLES
+from adahessian.lab.settings import OPTIMIZER_TITLES, REMOVED
 
 
 def section_title(group: Group) -> str:
@@ -64,6 +64,9 @@ def group_title(group: Group, *, with_conditions: bool) -> str:
 def _named_by_user(group: Group) -> bool:
     defaults = group.experiment.defaults[group.optimizer]
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in group.changed.items()}
+    name = group.name
+    for removed in REMOVED.keys() & values.keys():
+        name = name.replace(f"_{removed.replace('_', '-')}={values.pop(removed)}", "")
     if not values.keys() <= {field.name for field in fields(defaults)}:
         return True
-    return group.name != group.experiment.label(group.optimizer, replace(defaults, **values))
+    return name != group.experiment.label(group.optimizer, replace(defaults, **values))

@@ -1,0 +1,1 @@
+"""Algorithm 1 on tensors: schedule, probes, shapes, state, update."""

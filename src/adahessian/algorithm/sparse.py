@@ -1,0 +1,55 @@
+"""Adagrad for groups with ``sparse=True``: embedding tables whose gradients are sparse.
+
+PyTorch cannot differentiate a sparse gradient a second time, and a table of which a batch touches a few rows wants an
+optimizer that touches no others. The paper trains DLRM in this way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.sparse import check_sparse_tensor_invariants
+
+from adahessian.algorithm.state import Group, State
+
+_EPS = 1e-10  # torch.optim.Adagrad's default
+
+
+def check_sparse_group(group: Group) -> None:
+    """Reject gradients that Adagrad cannot use.
+
+    Raises:
+        RuntimeError: If a sparse gradient meets a weight decay.
+    """
+    for param in group["params"]:
+        if param.grad is not None and param.grad.is_sparse and group["weight_decay"]:
+            raise RuntimeError(
+                f"weight_decay={group['weight_decay']} cannot apply to the sparse gradient of a parameter of shape "
+                f"{tuple(param.shape)}. Set weight_decay=0 in its group."
+            )
+
+
+def step_sparse(group: Group, state: dict[Tensor, State]) -> None:
+    """Take one step of Adagrad with the parameters of a group that have a gradient."""
+    params = [param for param in group["params"] if param.grad is not None]
+    grads = [param.grad for param in params]
+    for param in params:
+        if not state[param]:
+            state[param] = {"step": torch.zeros(()), "sum": torch.zeros_like(param)}
+    # Adagrad makes sparse tensors out of torch's own. PyTorch warns unless somebody has said whether to check those.
+    with check_sparse_tensor_invariants(check_sparse_tensor_invariants.is_enabled()):
+        adagrad(
+            params,
+            grads,
+            [state[param]["sum"] for param in params],
+            [state[param]["step"] for param in params],
+            has_sparse_grad=any(grad.is_sparse for grad in grads),
+            foreach=False,
+            has_complex=any(param.is_complex() for param in params),
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            lr_decay=0.0,
+            eps=_EPS,
+            maximize=group["maximize"],
+        )

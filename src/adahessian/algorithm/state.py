@@ -1,0 +1,84 @@
+"""The state of one parameter: what it holds, in which shapes and dtypes. The state of a shard is a shard.
+
+step             steps taken, as in torch.optim.Adam
+exp_avg          gradient momentum, in the parameter's dtype
+hessian_rms      Hessian momentum D-bar, one value per block, in float32 or wider; inf before the first measurement
+hessian_row,     in place of hessian_rms for factored curvature
+hessian_column
+measurements     measurements that the Hessian momentum is an average of
+dropped          measurements that were not finite
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adahessian.algorithm.shapes import CurvatureShape, shape_for
+from adahessian.base.dtypes import accumulation_dtype
+from adahessian.base.shards import is_sharded, local, shard_like
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+# Optimizer.load_state_dict would cast these to the parameter's dtype, which ruins them in bfloat16.
+CURVATURE_KEYS = ("hessian_rms", "hessian_row", "hessian_column", "measurements", "dropped")
+COUNTS = ("step", "measurements", "dropped")
+
+
+def shape_of(param: Tensor, group: Group) -> CurvatureShape:
+    """The shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
+    return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
+
+
+def curvature_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the state that does not follow the parameter's dtype."""
+    return accumulation_dtype(param.dtype).to_real()
+
+
+def new_counts(name: str, number: int, param: Tensor, group: Group) -> Tensor:
+    """Zero counts for parameters like this one.
+
+    Steps are counted on the host, where reading them is free, unless a CUDA graph is to be captured.
+    """
+    if name == "step":
+        dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        return torch.zeros(number, dtype=dtype, device=param.device if group["capturable"] else "cpu")
+    return torch.zeros(number, dtype=curvature_dtype(param), device=param.device)
+
+
+def init_state(state: State, param: Tensor, group: Group) -> None:
+    """Make what a state lacks, except counts."""
+    if "exp_avg" not in state:
+        state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    whole = shape_of(param, group)
+    if {*whole.stored, "measurements"} <= state.keys():
+        return
+    state.pop("measurements", None)
+    for key, shape in shape_of(local(param), group).stored.items():
+        part = torch.full(shape, math.inf, dtype=curvature_dtype(param), device=param.device)
+        # The columns of a factored shape are the same on every rank.
+        is_cut = is_sharded(param) and key != "hessian_column"
+        state[key] = shard_like(param, part, whole.stored[key]) if is_cut else part
+
+
+def state_problem(state: State, param: Tensor, group: Group) -> str | None:
+    """What is wrong with the shapes of a state, if anything, and what to do about it."""
+    if "exp_avg" in state and is_sharded(state["exp_avg"]) != is_sharded(param):
+        sharded, whole = ("parameter", "state") if is_sharded(param) else ("state", "parameter")
+        return (
+            f"state: the {sharded} of shape {tuple(param.shape)} is sharded over ranks, but its {whole} is not. Load "
+            "the state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+        )
+    expected = {"sum": param.shape} if group["sparse"] else {"exp_avg": param.shape, **shape_of(param, group).stored}
+    for key, shape in expected.items():
+        if key in state and state[key].shape != shape:
+            return (
+                f"state: {key!r} of a parameter of shape {tuple(param.shape)} has shape {tuple(state[key].shape)}, but "
+                f"needs {tuple(shape)}. Load a checkpoint of this model, with its parameters in the same order and "
+                "with the same block_size and averaging."
+            )
+    return None

@@ -1,0 +1,26 @@
+"""Dtypes that averages are computed in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that averages of tensors of a dtype are kept in, at least as wide as float32.
+
+    Example:
+        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.complex128)
+        (torch.float32, torch.complex128)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of a complex tensor as two real ones, stacked in front, and a real tensor unchanged.
+
+    Example:
+        >>> as_real(torch.tensor([1 + 2j, 3 + 4j])).tolist()
+        [[1.0, 3.0], [2.0, 4.0]]
+    """
+    return torch.view_as_real(tensor).movedim(-1, 0) if tensor.is_complex() else tensor

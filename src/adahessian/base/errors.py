@@ -1,0 +1,56 @@
+"""The library's exception, and what to do about torch's messages."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+# (pattern in torch's message, remedy); the first match wins.
+_REMEDIES = (
+    (
+        r"scaled_dot_product|_flash_attention|_efficient_attention",
+        "Measure with adahessian.Curvature, which selects the math kernel, or run the model under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due",
+    ),
+    (
+        r"cudnn_rnn",
+        "Measure with adahessian.Curvature, which turns cuDNN off, or run the model under "
+        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
+    ),
+    (
+        r"aot_autograd|torch\.compile|donated buffer",
+        "Measure with adahessian.Curvature, which runs the original code of compiled models, and use the compiled "
+        "model for the gradient",
+    ),
+    (
+        r"Trying to backward through the graph a second time|modified by an inplace operation",
+        "A loss_fn must return the loss without calling backward. A loop without Curvature must call "
+        "backward(create_graph=optimizer.curvature_due) once per step and change neither parameters nor saved tensors "
+        "before optimizer.step(). If optimizers share a loss, let one adahessian.Curvature per optimizer measure",
+    ),
+)
+_OTHERWISE = "Replace the operation by one that torch can differentiate twice, or freeze the parameters before it"
+
+
+class CurvatureError(RuntimeError):
+    """The curvature could not be measured. Parameters and optimizer state are unchanged."""
+
+
+def explain(error: RuntimeError) -> CurvatureError:
+    """Return a CurvatureError that names the operation behind one of torch's errors, and a remedy.
+
+    Raises:
+        RuntimeError: The error itself, if memory ran out or it is a CurvatureError.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, CurvatureError)):
+        raise error
+    remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
+    named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
+    subject = f"{named.group(1)} cannot be differentiated twice" if named else "the loss cannot be differentiated"
+    return CurvatureError(f"{subject} (torch: {first_line(error)}). {remedy}.")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

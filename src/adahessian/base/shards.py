@@ -1,0 +1,100 @@
+"""Parameters that are sharded over ranks as DTensors: the part on this rank, and the whole tensor.
+
+Only the first dimension may be sharded. Blocks of the curvature lie within a row, so no block is then cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
+    """Return whether a tensor is a DTensor, without importing DTensor's module, which takes a second."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor on this rank, which is all of an ordinary tensor. Autograd does not record it."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor. All ranks of a sharded tensor must call it."""
+    return cast("DTensor", tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
+
+
+def local_part(whole: Tensor, param: Tensor) -> Tensor:
+    """Return the part of a whole tensor that belongs to this rank's shard of a parameter."""
+    if is_sharded(whole) or not is_sharded(param):
+        return local(whole)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+
+
+def shard_like(param: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
+    """Make a DTensor of this shape, placed like a sharded parameter, from the part on this rank."""
+    assert is_sharded(param)
+    strides = torch.empty(shape, device="meta").stride()
+    return type(param).from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+
+
+def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:
+    """Sum a tensor over the shards of a parameter, in place. Replicas of the parameter are not counted twice."""
+    if is_sharded(param):
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(tensor, group=param.device_mesh.get_group(dim))
+    return tensor
+
+
+def agree(flags: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the flags. A rank sees only its own shards, so flags of sharded params become the maximum over ranks."""
+    agreed = list(flags)
+    if meshes := {i: param.device_mesh for i, param in enumerate(params) if is_sharded(param)}:
+        common = torch.stack([flags[i] for i in meshes]).to(torch.int32)
+        mesh = next(iter(meshes.values()))
+        for dim in range(mesh.ndim):
+            dist.all_reduce(common, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for i, flag in zip(meshes, common.unbind(), strict=True):
+            agreed[i] = flag.to(flags[i].dtype)
+    return agreed
+
+
+def check_placement(param: Tensor) -> None:
+    """Raise a ValueError unless a parameter is whole, or real and sharded once, along its first dimension."""
+    if not is_sharded(param):
+        return
+    if param.is_complex():
+        raise ValueError(
+            f"params contains a complex parameter of shape {tuple(param.shape)} that is sharded over ranks. Store its "
+            "real and imaginary parts as real parameters, or do not shard it."
+        )
+    shards = [placement for placement in param.placements if not placement.is_replicate()]
+    if len(shards) > 1 or any(getattr(placement, "dim", None) != 0 for placement in shards):
+        raise ValueError(
+            f"params contains a parameter of shape {tuple(param.shape)} with placements {param.placements}, which cut "
+            "its blocks. Shard parameters once, along their first dimension, as fully_shard does by default."
+        )
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the device mesh of a model's sharded parameters, or None if it has none."""
+    return next((param.device_mesh for param in model.parameters() if is_sharded(param)), None)

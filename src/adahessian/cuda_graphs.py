@@ -1,0 +1,138 @@
+"""CUDA graphs: capture what a function launches once, and replay it without Python."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from adahessian.base.errors import first_line
+from adahessian.hessian.isolation import buffers_restored, devices_of, random_state_kept
+
+Result = TypeVar("Result")
+
+
+class CannotCapture(Exception):  # noqa: N818
+    """The reason why a function cannot be captured."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory on the current device for graphs that do not run at the same time: one graph reuses what another freed."""
+
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)  # the name of its type differs between torches
+    # The allocator reuses freed memory on the same stream only. Libraries keep workspaces per stream, too.
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+
+
+class CapturedFunction(Generic[Result]):
+    """What a function launches, as a CUDA graph. Tensors that exist already are read and written at their addresses.
+
+    Args:
+        function: The function. Three rehearsals run before the capture. They must not wait for the device.
+        model: The model whose buffers the rehearsals and the capture leave unchanged. Random states are restored too.
+        memory: Memory shared with other graphs. Running one of them may overwrite this one's result.
+
+    Raises:
+        CannotCapture: If the function fails, waits for the device, draws random numbers on the host or replaces
+            buffers of the model.
+    """
+
+    is_random: bool  # it draws random numbers on the device, so a replay advances the device's generator
+
+    def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory) -> None:
+        with autocast_cache_disabled():
+            self._rehearse(function, model, memory.stream)
+            self._graph = torch.cuda.CUDAGraph()
+            current = torch.cuda.current_stream()
+            try:
+                with (
+                    _failing_means_uncaptured(),
+                    # thread_local: other threads, such as those that load data, may allocate meanwhile.
+                    torch.cuda.graph(self._graph, memory.pool, memory.stream, capture_error_mode="thread_local"),
+                ):
+                    self._result = function()
+            finally:
+                torch.cuda.set_stream(current)  # a failed capture may leave its own stream current
+
+    def replay(self) -> Result:
+        """Launch the graph on the current stream. The result stays in place and is overwritten by the next replay."""
+        self._graph.replay()
+        return self._result
+
+    def _rehearse(self, function: Callable[[], object], model: nn.Module, stream: torch.cuda.Stream) -> None:
+        with buffers_restored(model), random_state_kept(model):
+            on_host, on_device = _host_random_states(), torch.cuda.get_rng_state()
+            stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(stream), _failing_means_uncaptured():
+                    for _ in range(2):  # libraries choose their algorithms and allocate their workspaces
+                        function()
+                    buffers = list(model.buffers())
+                    with _waiting_forbidden():
+                        function()
+            finally:
+                # Buffers are restored next, but not while the side stream still writes to them.
+                torch.cuda.current_stream().wait_stream(stream)
+            self.is_random = not torch.equal(on_device, torch.cuda.get_rng_state())
+            if on_host != _host_random_states():
+                raise CannotCapture("it draws random numbers on the host, which a graph would repeat")
+            if list(map(id, buffers)) != list(map(id, model.buffers())):
+                raise CannotCapture("a module replaces a buffer by a new tensor instead of writing to it in place")
+
+
+def cuda_device_of(model: nn.Module) -> torch.device | None:
+    """Return the CUDA device of a model, or None if it is on another device or on several."""
+    device, *others = devices_of(model) or {torch.device("cpu")}
+    return device if device.type == "cuda" and not others else None
+
+
+@contextmanager
+def autocast_cache_disabled() -> Iterator[None]:
+    """Make autocast cast the weights anew. A graph would otherwise read weights that were cast before its capture."""
+    enabled = torch.is_autocast_cache_enabled()
+    # An autocast inside the loss clears its cache itself. Another state of the cache would mean recompilation.
+    if torch.is_autocast_enabled("cuda"):
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextmanager
+def _failing_means_uncaptured() -> Iterator[None]:
+    """Turn errors into CannotCapture. Errors in the user's code occur again when the function runs uncaptured."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any error of the compiler or of the capture
+        raise CannotCapture(first_line(error)) from error
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Raise an error where the host would wait for the device, because a capture does not survive that."""
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _host_random_states() -> tuple[Any, ...]:
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = repr(numpy_random.get_state()) if numpy_random else None
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), numpy_state

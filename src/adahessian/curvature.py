@@ -1,0 +1,232 @@
+"""The curvature pass: joins the optimizer, the Hessian-vector product, and the processes that train together."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.amp import GradScaler
+
+from adahessian.algorithm.options import is_integer, is_number
+from adahessian.base.batches import slice_batch
+from adahessian.base.log import warn_once
+from adahessian.hessian.double_backward import Derivatives, Request
+from adahessian.hessian.engine import Engine
+from adahessian.loss_scale import LossScale
+from adahessian.optimizer import AdaHessian
+from adahessian.parallel.fsdp import gathered
+from adahessian.parallel.mean import ProductMean
+from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of, unwrap
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Curvature(Generic[Model]):
+    """Measures the curvature of a loss for an optimizer, in a pass of its own.
+
+    The gradient is computed as before. The pass restores gradients, buffers (batch-norm statistics), train and eval
+    modes and random states, so it changes neither dropout masks nor the order of the data. Hooks on parameters are not
+    called, but hooks on modules are. SyncBatchNorm uses the statistics of its own process. Copies and pickles contain
+    the model and the optimizer, but not compiled code.
+
+    Args:
+        model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
+        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
+        optimizer: The optimizer that uses the curvature and knows when it is due.
+        batch_fraction: Share of each batch to measure on, above 0 and up to 1. Every tensor in the batch is sliced to
+            its first examples, so pass tensors without a batch dimension, such as a mask, through a closure.
+        batch_dim: Dimension of the batch's tensors that counts examples.
+        compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
+        product_dtype: ``torch.bfloat16`` rounds operands in a compiled pass that only ``H z`` needs, which is faster.
+        scaler: The ``GradScaler`` of a loop in float16. The pass scales its loss by a factor of its own, which begins
+            with the scaler's and decreases if second derivatives overflow.
+        process_group: The processes whose gradients and curvature are averaged. ``"auto"`` takes those of
+            ``DistributedDataParallel`` or ``fully_shard``. None is for a model of this process alone.
+
+    Raises:
+        TypeError: If the model, ``loss_fn``, the optimizer or the scaler has the wrong type.
+        ValueError: If an argument is out of its range, or the model's wrapper is not supported.
+
+    Example:
+        >>> import adahessian
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = adahessian.AdaHessian(model.parameters(), curvature_every=10)
+        >>> curvature = Curvature(model, lambda m, batch: m(batch).square().mean(), optimizer, batch_fraction=0.25)
+        >>> curvature.measure(torch.ones(8, 3))
+        True
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: Callable[[Model, Any], Tensor],
+        optimizer: AdaHessian,
+        *,
+        batch_fraction: float = 1.0,
+        batch_dim: int = 0,
+        compile: bool | None = None,
+        product_dtype: torch.dtype | None = None,
+        scaler: GradScaler | None = None,
+        process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
+    ) -> None:
+        # Trainers wrap optimizers, and a wrapper does not pass on everything.
+        while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
+            optimizer = cast(AdaHessian, inner)
+        if not (isinstance(model, nn.Module) and callable(loss_fn) and isinstance(optimizer, AdaHessian)):
+            found = ", ".join(type(each).__name__ for each in (model, loss_fn, optimizer))
+            raise TypeError(
+                f"model, loss_fn, optimizer have the types {found}. Pass a torch.nn.Module, a function of the model "
+                "and a batch, and an AdaHessian."
+            )
+        check_not_flattened(model)
+        _check_arguments_of(loss_fn)
+        if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
+            raise ValueError(f"batch_fraction={batch_fraction!r} is invalid. Pass a number above 0 and at most 1.")
+        if not (is_integer(batch_dim) and batch_dim >= 0):
+            raise ValueError(f"batch_dim={batch_dim!r} is invalid. Pass an integer, 0 or more.")
+        if not (compile is None or isinstance(compile, bool)):
+            raise ValueError(f"compile={compile!r} is invalid. Pass True, False or None.")
+        if product_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"product_dtype={product_dtype!r} is invalid. Pass torch.bfloat16 or None.")
+        if not (scaler is None or isinstance(scaler, GradScaler)):
+            raise TypeError(f"scaler is a {type(scaler).__name__}. Pass a torch.amp.GradScaler or None.")
+        self.ranks: Ranks | None = ranks_of(model, process_group)
+        self.model = cast(Model, unwrap(model))
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
+        self.scaler = scaler
+        self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
+        self.engine = Engine(self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype)
+        self._register_hook()
+
+    def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
+        """Measure the curvature on a slice of the batch if a measurement is due, and return whether it was.
+
+        Call it before ``optimizer.step()``, which uses the mean of the micro-batches measured since the last step. All
+        processes must call it. Save checkpoints after the step, because they do not contain an unused measurement.
+
+        Args:
+            batch: What ``loss_fn`` takes: tensors in tuples, lists, dicts and dataclasses.
+            weight: The weight of this batch in the mean over processes and micro-batches. Pass the number of tokens if
+                the objective is a mean over all tokens. Averaging gradients corresponds to equal weights.
+
+        Raises:
+            CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
+                waiting, so let this process exit.
+            ValueError: If the batch cannot be sliced, the weight is negative, or parameters changed before the step.
+        """
+        if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
+            raise ValueError(f"weight={weight!r} is invalid. Pass a finite number, 0 or more.")
+        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
+        is_next = pending.is_next(optimizer)
+        if not (is_next or optimizer.curvature_due):
+            return False
+        if self.batch_fraction < 1:
+            batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+        request = optimizer._begin_measurement()
+        if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
+            raise ValueError("params changed between the micro-batches of a step. Change them after optimizer.step().")
+        is_distributed = dist.is_available() and dist.is_initialized()
+        with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
+            measure = partial(self.engine.measure, batch, request._replace(params=params))
+            derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
+        # Reading the loss would wait for any other device. There, diagnose reports the dropped measurements.
+        if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
+            warn_once("loss_fn returned inf or NaN. The measurement is dropped, and adahessian.diagnose counts it.")
+        pending.add(optimizer, request, derivatives, weight)
+        return True
+
+    def _register_hook(self) -> None:
+        self._pending = _Pending(self.ranks)
+        handle = self.optimizer.register_step_pre_hook(self._pending)
+        if self.ranks is None:  # with ranks, a pending mean needs the hook even after the Curvature is gone
+            weakref.finalize(self, handle.remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of an optimizer have neither hooks nor a measurement that no step has used.
+        return {name: value for name, value in self.__dict__.items() if name != "_pending"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register_hook()
+
+
+class _Pending:
+    """What was measured for the next step, which calls it as a pre-hook to average over ranks.
+
+    It does not know the Curvature and its model, because a hook of the optimizer would keep them alive.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._reset()
+
+    def _reset(self, request: Request | None = None) -> None:
+        self.request: Any = request
+        self._accepted: object = None
+        self._mean: ProductMean | None = None
+        self._waiting: list[Any] = []  # to be added to the mean, but a single batch needs no mean
+
+    def is_next(self, optimizer: AdaHessian) -> bool:
+        """Whether the next step uses this measurement, rather than another one or none."""
+        return self._accepted is not None and self._accepted is optimizer._measurement
+
+    def add(self, optimizer: AdaHessian, request: Request, derivatives: Derivatives, weight: float) -> None:
+        """Add a batch, and let the optimizer use the mean so far."""
+        is_first = not self.is_next(optimizer)
+        if is_first:
+            self._reset(request)
+        self._waiting.append((derivatives.products, derivatives.gradients, weight))
+        if not is_first or self._ranks is not None:
+            if self._mean is None:
+                self._mean = ProductMean(request.params, optimizer._shapes(request.params), request.num_probes)
+            while self._waiting:
+                self._mean.add(*self._waiting.pop())
+        if self._ranks is None and weight > 0:
+            result = self._mean.result(None) if self._mean else self._waiting[0][:2]
+            optimizer._accept(request.params, derivatives.probes, *result)
+        elif is_first:
+            optimizer._accept([], None, [], None)  # so that nothing is due. The curvature of one rank is not used
+        self._accepted = optimizer._measurement
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._complete(optimizer)
+            return None
+
+        def measuring_closure() -> Any:  # what the closure measures belongs to this step
+            loss = closure()
+            self._complete(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": measuring_closure}
+
+    def _complete(self, optimizer: AdaHessian) -> None:
+        if self._ranks is not None and self._mean is not None and self.is_next(optimizer):
+            params, num_probes, draw = self.request
+            # Drawn again, because keeping the probes until now would take memory in the gradient's pass.
+            optimizer._accept(params, list(map(draw, range(num_probes))), *self._mean.result(self._ranks))
+        self._reset()
+
+
+def _check_arguments_of(loss_fn: Callable[..., Any]) -> None:
+    """Reject a loss that does not take a model and a batch, such as a loss of torch.nn."""
+    if isinstance(loss_fn, nn.modules.loss._Loss):
+        call = f"lambda model, batch: torch.nn.{type(loss_fn).__name__}()(model(batch[0]), batch[1])"
+        raise TypeError(f"loss_fn takes outputs and targets, but is called with a model and a batch. Pass {call}.")
+    try:
+        inspect.signature(loss_fn).bind(object(), object())
+    except ValueError:  # Python does not know the arguments of a builtin
+        return
+    except TypeError as error:
+        raise TypeError(f"loss_fn is called as loss_fn(model, batch), but {error}. Pass a function of both.") from error

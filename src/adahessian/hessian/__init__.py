@@ -1,0 +1,1 @@
+"""Hessian-vector products of a model."""

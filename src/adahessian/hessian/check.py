@@ -1,0 +1,147 @@
+"""The check of the compiled product against double backward, once.
+
+Some versions of torch silently compute wrong second derivatives for some operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from adahessian.base.errors import first_line
+from adahessian.hessian.compiled import CompiledPass
+from adahessian.hessian.double_backward import Derivatives, Request, double_backward
+from adahessian.hessian.isolation import devices_of, random_state_kept
+
+# The largest error relative to double backward of all parameters together, and that of a single one, whose products are
+# measured by the last number times the average product if they are smaller. The bias before a batch norm, for one, has
+# no curvature except by rounding. Rounding to tf32 or less moves units of ReLU networks across their kinks.
+_REDUCED = 0.25, 0.5, 3e-2
+_EXACT = {torch.float64: (1e-6, 1e-5, 1e-3), torch.float32: (1e-2, 5e-2, 1e-3)}
+
+
+class UnusableError(Exception):
+    """The compiled pass fails, or disagrees with double backward."""
+
+
+def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded: bool) -> tuple[str, bool]:
+    """Compare a compiled product with double backward on a batch.
+
+    A random loss is compared with dropout off and without the compiler, which may draw random numbers in another order.
+
+    Returns:
+        How well they agree, and whether another batch can change that.
+
+    Raises:
+        UnusableError: If they disagree, or the compiled pass fails. Other errors are those of the loss.
+    """
+    model, loss_fn, request = compiled.model, compiled.loss_fn, request._replace(num_probes=1)
+    with random_state_kept(model):
+        before = _random_states(model)
+        try:
+            exact = double_backward(model, loss_fn, batch, request)
+        except torch.OutOfMemoryError:
+            exact = None
+        is_random = before != _random_states(model)
+    with random_state_kept(model):
+        try:
+            found = compiled(batch, request, False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the compiler raises errors of any kind
+            raise UnusableError(reason(error)) from error
+    if exact is None:
+        return "not compared with double backward, which does not fit into memory", False
+    if (problem := _problem(exact)) is not None:
+        return f"not compared with double backward yet: {problem}", True
+    if is_random:
+        with random_state_kept(model), _without_dropout(model):
+            before = _random_states(model)
+            try:
+                exact = double_backward(model, loss_fn, batch, request)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # of a model that returns something else in evaluation mode
+                return "not compared with double backward: the loss cannot be computed without dropout", False
+            found = compiled(batch, request, False, compiled=False)
+            if before != _random_states(model):
+                return "not compared with double backward: the loss is random even without dropout", False
+    most, most_for_single, negligible = _REDUCED if is_rounded else bounds_for(request.params)
+    overall, worst = errors(found.products[0], exact.products[0], negligible=negligible)
+    if not (overall <= most and worst <= most_for_single):
+        raise UnusableError(
+            f"it differs from double backward by {overall:.1%} in norm and by {worst:.1%} for a single parameter"
+        )
+    how = ", compared without the compiler because the loss is random" if is_random else ""
+    return f"within {overall:.1g} of double backward{how}", False
+
+
+def reason(error: Exception) -> str:
+    """Return an error of the compiler or its backend in one line."""
+    error = getattr(error, "inner_exception", error)
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
+
+
+def errors(
+    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], *, negligible: float = 1e-3
+) -> tuple[float, float]:
+    """Compute the relative error of all parameters together, and the largest of a single one.
+
+    Parameters whose expected product is not finite do not count.
+    """
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None and b.numel()]
+    squares = [
+        ((a.double() - b.double()).square().sum().item(), b.double().square().sum().item(), b.numel())
+        for a, b in pairs
+        if b.isfinite().all()
+    ]
+    total = sum(square for _, square, _ in squares)
+    if total == 0:
+        return (0.0, 0.0) if all(error == 0 for error, _, _ in squares) else (math.inf, math.inf)
+    least = negligible**2 * total / sum(count for _, _, count in squares)
+    worst = max(error / max(square, least * count) for error, square, count in squares)
+    return math.sqrt(sum(error for error, _, _ in squares) / total), math.sqrt(worst)
+
+
+def bounds_for(params: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Choose bounds by the precision that products are computed in."""
+    dtypes = {param.dtype for param in params}
+    if len(dtypes) > 1 or dtypes.isdisjoint(_EXACT):
+        return _REDUCED
+    (dtype,) = dtypes
+    # On other devices than a CPU, float32 is often tf32.
+    is_exact = dtype == torch.float64 or all(param.device.type == "cpu" for param in params)
+    return _EXACT[dtype] if is_exact else _REDUCED
+
+
+def _problem(found: Derivatives) -> str | None:
+    if not found.loss.isfinite().all():
+        return "the loss is not finite"
+    products = [each for each in found.products[0] if each is not None and each.numel()]
+    is_finite = not products or any(each.isfinite().all() for each in products)
+    return None if is_finite else "the second derivatives are not finite"
+
+
+def _random_states(model: nn.Module) -> list[bytes]:
+    devices = [device for device in devices_of(model) if device.type not in ("cpu", "meta")]
+    states = [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    return [bytes(state.tolist()) for state in (torch.get_rng_state(), *states)]
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, except batch norms."""
+    training = [module for module in model.modules() if module.training and not isinstance(module, _NormBase)]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,111 @@
+r"""Convolutions whose derivatives of every order are convolutions.
+
+:math:`\langle y, x * w \rangle` is linear in each of y, x and w. Its gradient by y is the convolution, and torch has
+functions for its gradients by x and w. If one of these three is computed and v is the gradient by its result, the
+gradient by one of its two arguments is another of the three, with v in place of the result. Torch's own second
+derivative convolves with kernels as large as images, for which GPUs have no fast code.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+
+_TORCHS_OWN = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
+
+
+class _Geometry(NamedTuple):
+    x: torch.Size
+    w: torch.Size
+    sizes: tuple[Any, ...]  # stride, padding, dilation, transposed, output_padding, groups
+
+
+def conv_forward(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+    """Compute ``module.forward(x)``, by torch's own convolution if it is not an ordinary one in full precision."""
+    w, bias = module.weight, module.bias
+    is_ordinary = (
+        type(module)._conv_forward in _TORCHS_OWN
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+        and x.dim() == w.dim()
+        and x.numel() > 0
+    )
+    if not is_ordinary or not are_plain(x, w, *(() if bias is None else (bias,))):
+        return module._conv_forward(x, w, bias)  # type: ignore[no-any-return]
+    sizes = module.stride, module.padding, module.dilation, False, (0,) * (w.dim() - 2), module.groups
+    return _gradient(_Geometry(x.shape, w.shape, sizes), None, x, w, bias)
+
+
+def _gradient(geometry: _Geometry, *given: Tensor | None) -> Tensor:
+    """Compute the gradient of <y, x * w> by the one of (y, x, w) that is None. A bias may follow if that is y."""
+    if torch.is_grad_enabled() and not is_transformed(*given):
+        return _Gradient.apply(geometry, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _compute(geometry, *given)  # torch can differentiate the operations themselves
+
+
+def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor | None = None) -> Tensor:
+    with without_autocast(x if y is None else y):
+        if y is None:
+            return torch.convolution(x, w, bias, *geometry.sizes)
+        wanted = [x is None, w is None, False]
+        placeholder = y.new_empty(())  # of the one that is None only the shape counts
+        x = placeholder.expand(geometry.x) if x is None else x
+        w = placeholder.expand(geometry.w) if w is None else w
+        by_x, by_w, _ = torch.ops.aten.convolution_backward(y, x, w, None, *geometry.sizes, wanted)
+        gradient: Tensor = by_x if wanted[0] else by_w
+        return gradient
+
+
+class _Gradient(Function):
+    @staticmethod
+    def forward(ctx: Any, geometry: _Geometry, *given: Tensor | None) -> Tensor:
+        needed = ctx.needs_input_grad[1:4]
+        ctx.geometry = geometry
+        ctx.computed = next(i for i in range(3) if given[i] is None)
+        # The gradient by one argument needs the other one.
+        ctx.save_for_backward(*(given[i] if any(needed[:i] + needed[i + 1 :]) else None for i in range(3)))
+        return _compute(geometry, *given)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        given = list(ctx.saved_tensors)
+        given[ctx.computed] = v
+        needed = ctx.needs_input_grad[1:]
+        by_each: list[Tensor | None] = [
+            _gradient(ctx.geometry, *given[:i], None, *given[i + 1 :]) if needed[i] else None for i in range(3)
+        ]
+        if len(needed) > 3:
+            by_each.append(v.sum([dim for dim in range(v.dim()) if dim != 1]) if needed[3] else None)
+        return None, *by_each
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Return whether substitutes can take tensors: ordinary ones in one full precision, not transformed."""
+    dtype, device = tensors[0].dtype, tensors[0].device.type
+    return (
+        dtype in (torch.float32, torch.float64)
+        and all(type(each) in (Tensor, nn.Parameter, nn.Buffer) and each.dtype is dtype for each in tensors)
+        and device in ("cpu", "cuda")
+        and not torch.is_autocast_enabled(device)
+        and not is_transformed(*tensors)
+    )
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Return whether ``torch.func``, forward differentiation or ``is_grads_batched`` is at work on tensors."""
+    functorch = torch._C._functorch
+    return (
+        functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or any(each is not None and functorch.is_legacy_batchedtensor(each) for each in tensors)
+    )
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off: a gradient may be computed under an autocast that its function was not under."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

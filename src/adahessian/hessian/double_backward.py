@@ -1,0 +1,141 @@
+"""Hessian-vector products by differentiating the gradient: H z = d(g . z) / d theta. They work for every model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adahessian.base.dtypes import accumulation_dtype
+from adahessian.base.errors import CurvatureError, explain
+from adahessian.hessian.graph import check_twice_differentiable
+from adahessian.hessian.isolation import Forward, isolated
+
+# Called as draw(probe, out=None): Rademacher signs in the shapes and dtypes of the parameters, into ``out`` if given.
+Draw = Callable[..., list[Tensor]]
+
+
+class Request(NamedTuple):
+    """All that a product knows of an optimizer."""
+
+    params: list[Tensor]  # to differentiate by
+    num_probes: int
+    draw: Draw
+
+
+class Derivatives(NamedTuple):
+    """First and second derivatives of a loss, in the order of the request's parameters."""
+
+    loss: Tensor  # detached
+    gradients: list[Tensor | None]  # None: the parameter took no part in the loss
+    probes: list[list[Tensor]]  # z, one list per probe
+    # H z, one list per probe, at least in float32. None where the gradient is None, zeros where the loss is linear.
+    products: list[list[Tensor | None]]
+
+
+def double_backward(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    batch: Any,
+    request: Request,
+    *,
+    keep_buffers: bool = False,
+    substitutes: Mapping[Forward, Forward] | None = None,
+    check_graph: bool = True,
+) -> Derivatives:
+    """Differentiate ``loss_fn(model, batch)`` twice, in an isolated pass on the model itself.
+
+    ``check_graph`` searches the graph for operations that torch silently differentiates wrongly.
+
+    Raises:
+        CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
+    """
+    with isolated(model, substitutes or {}, request.params, keep_buffers=keep_buffers), torch.enable_grad():
+        loss = loss_fn(model, batch)
+        _check_loss(loss)
+        if check_graph:
+            check_twice_differentiable([loss], of_loss=True)
+        gradients = _differentiate([loss], request.params, create_graph=True)
+        if all(gradient is None for gradient in gradients):
+            raise CurvatureError(
+                "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model whose "
+                "parameters the optimizer has."
+            )
+        probes, products = products_of(gradients, request.params, request.draw, request.num_probes)
+    return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
+
+
+def products_of(
+    gradients: Sequence[Tensor | None], params: Sequence[Tensor], draw: Draw, num_probes: int
+) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
+    """Compute the probes and H z for each of them, as in :class:`Derivatives`, and free the graph with the last.
+
+    The gradients carry their graph. One without a graph is constant, so its products are zero.
+
+    Raises:
+        CurvatureError: If an operation in the graph has no second derivative.
+        RuntimeError: If a gradient is sparse.
+    """
+    for gradient in gradients:
+        reject_sparse(gradient)
+    curved = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad}
+    inputs = [params[i] for i in curved]
+    probes: list[list[Tensor]] = []
+    products: list[list[Tensor | None]] = []
+    for probe in range(num_probes):
+        z = draw(probe)
+        along = [z[i] for i in curved]
+        found: dict[int, Tensor | None] = {}
+        if curved:
+            hz = _differentiate([*curved.values()], inputs, along, retain_graph=probe + 1 < num_probes)
+            found = dict(zip(curved, hz, strict=True))
+        probes.append(z)
+        products.append(
+            [
+                None if gradient is None else _in_wide_dtype(found.get(i), param)
+                for i, (gradient, param) in enumerate(zip(gradients, params, strict=True))
+            ]
+        )
+    return probes, products
+
+
+def _differentiate(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], along: Sequence[Tensor] | None = None, **options: bool
+) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(outputs, inputs, along, allow_unused=True, **options)
+    except RuntimeError as error:
+        raise explain(error) from error
+
+
+def _in_wide_dtype(product: Tensor | None, param: Tensor) -> Tensor:
+    if product is not None and product.dtype in (torch.float32, torch.float64):
+        return product
+    dtype = accumulation_dtype(param.dtype)
+    return torch.zeros_like(param, dtype=dtype) if product is None else product.to(dtype)
+
+
+def reject_sparse(gradient: Tensor | None) -> None:
+    """Raise a RuntimeError if a gradient is sparse."""
+    if gradient is not None and gradient.is_sparse:
+        raise RuntimeError(
+            "AdaHessian does not support sparse gradients. Create the embedding with sparse=False, or train it by "
+            "Adagrad: AdaHessian(adahessian.param_groups(model, sparse_lr=0.01), lr=...)."
+        )
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor):
+        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return the loss alone, as a tensor.")
+    if loss.numel() != 1 or loss.is_complex():
+        raise CurvatureError(
+            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar: reduce the "
+            "loss with .mean()."
+        )
+    if not loss.requires_grad:
+        raise CurvatureError(
+            "loss_fn returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
+            "torch.inference_mode(), .detach() or .item(), and let at least one parameter require a gradient."
+        )

@@ -1,0 +1,85 @@
+"""Operations that torch differentiates twice without an error, and wrongly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
+
+from adahessian.base.errors import CurvatureError
+
+# The code that all functions decorated with @once_differentiable share, and the node they leave in a gradient's graph.
+_ONCE_CODE = once_differentiable(lambda _: None).__code__
+_ONCE_NODE = "torch::autograd::Error"
+# The gradient of a norm. When torch differentiates it twice, it treats mean and deviation as constants.
+_GRADIENT_OF_NORM = re.compile(r"(layer|batch)norm(?=backwardbackward)", re.IGNORECASE)
+
+
+def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:
+    """Raise if the graph contains an operation whose second derivative is silently wrong.
+
+    The tensors are gradients with their graph, or the loss. A gradient of a norm, which the graph of each gradient may
+    contain, is an error in that of a loss, as for a gradient penalty.
+
+    Raises:
+        CurvatureError: If there is such an operation; the message names it and a remedy.
+    """
+    known = set()
+    for node in _nodes(tensors):
+        name = node.name()
+        kind = type(node), name
+        if kind in known:
+            continue
+        norm = _GRADIENT_OF_NORM.search(name) if of_loss else None
+        if norm is None:  # whether the gradient of a norm is wrong depends on more than its kind
+            known.add(kind)
+        problem = _problem(node) if norm is None else _problem_of_norm(node, norm.group(1).lower())
+        if problem is not None:
+            raise CurvatureError(f"{problem}, or freeze the parameters before it.")
+
+
+def _problem(node: Node) -> str | None:
+    function = getattr(node, "_forward_cls", None)
+    if function is CheckpointFunction:
+        return (
+            "Reentrant activation checkpointing hides its parameters from a second derivative. Call "
+            "torch.utils.checkpoint with use_reentrant=False"
+        )
+    # Where nothing else needs its derivative, torch treats such a backward as a constant.
+    if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE or node.name() == _ONCE_NODE:
+        name = getattr(function, "__qualname__", "a custom autograd function")
+        return (
+            f"{name} cannot be differentiated twice because its backward is marked @once_differentiable. Write that "
+            "backward with differentiable operations and without the decorator"
+        )
+    # Its backward treats the norm that it has saved as a constant.
+    if node.name() == "WeightNormInterfaceBackward0":
+        return (
+            "torch computes a wrong second derivative of weight_norm. Write it as a parametrization that returns "
+            "g * v / v.norm(...)"
+        )
+    return None
+
+
+def _problem_of_norm(node: Node, kind: str) -> str | None:
+    if getattr(node, "_saved_train", True) is False:  # in evaluation mode the statistics are constants
+        return None
+    return (
+        f"The loss contains a gradient of {kind}_norm, as a gradient penalty does, and torch computes a wrong second "
+        "derivative of it. Use group_norm or rms_norm instead"
+    )
+
+
+def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    seen: set[Node] = set()
+    waiting = [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(function for function, _ in node.next_functions)

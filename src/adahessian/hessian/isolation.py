@@ -1,0 +1,162 @@
+"""A pass through a model that leaves no trace and can be differentiated twice."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+# The ``forward`` of a class of layers, or a function of a layer and its inputs that replaces it.
+Forward = Callable[..., Any]
+
+
+def _forward_inside(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    return wrapper.module(*args, **kwargs)
+
+
+# The pass belongs to this process: DDP must not reduce gradients, and SyncBatchNorm must not wait for other processes.
+_LOCAL: dict[Forward, Forward] = {
+    DistributedDataParallel.forward: _forward_inside,
+    nn.SyncBatchNorm.forward: _BatchNorm.forward,
+}
+
+
+@contextmanager
+def isolated(
+    model: nn.Module,
+    substitutes: Mapping[Forward, Forward],
+    params: Iterable[Tensor] = (),
+    *,
+    keep_buffers: bool = False,
+    compiled: bool = False,
+) -> Iterator[None]:
+    """Run a model on kernels that can be differentiated twice, and restore its state.
+
+    Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and code compiled by
+    ``torch.compile`` runs eagerly. Gradients, buffers and training modes are restored. Hooks on parameters do not run.
+
+    Args:
+        model: The model.
+        substitutes: Functions to run in place of the ``forward`` of layers, called with the layer and its inputs.
+        params: Parameters besides the model's whose hooks do not run either.
+        keep_buffers: Keep the changes of a pass to buffers, unless it fails.
+        compiled: The pass itself is compiled, and does not change the model's state.
+    """
+    modules, substitutes = list(model.modules()), {**_LOCAL, **substitutes}
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(module, nn.RNNBase) for module in modules):
+            # torch.backends.cudnn.flags sets other flags too, and fails if precisions were set through fp32_precision.
+            for library in ("cudnn", "mkldnn"):
+                set_enabled = getattr(torch._C, f"_set_{library}_enabled")
+                stack.callback(set_enabled, getattr(torch._C, f"_get_{library}_enabled")())
+                set_enabled(False)
+        for module in modules:
+            # By ``forward``, because FSDP2 and parametrizations change the class. A subclass with its own keeps it.
+            substitute = substitutes.get(getattr(type(module), "forward", print))
+            if substitute is not None and "forward" not in module.__dict__:
+                stack.callback(module.__dict__.pop, "forward", None)
+                # A method: any other callable, made anew in each pass, would have the compiler compile anew.
+                module.__dict__["forward"] = MethodType(substitute, module)
+        if not compiled:
+            if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(hooks_silenced([*model.parameters(), *params]))
+            for param in model.parameters():
+                stack.callback(setattr, param, "grad", param.grad)
+                param.grad = None
+            for module in modules:
+                stack.callback(setattr, module, "training", module.training)
+            stack.enter_context(
+                buffers_restored(model, on_success=False) if keep_buffers else _buffers_exchanged(modules)
+            )
+        yield
+
+
+@contextmanager
+def _buffers_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run on copies of buffers: a waiting graph may have saved the originals, and would notice that they change."""
+    buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    # One copy per tensor, because modules may share it.
+    copies: dict[Tensor | None, Tensor | None] = {None: None}
+    copies.update((each, each.detach().clone()) for _, own in buffers for each in own.values() if each is not None)
+    try:
+        for module, own in buffers:
+            module._buffers.update({name: copies[buffer] for name, buffer in own.items()})
+        yield
+    finally:
+        for module, own in buffers:
+            for name, before in own.items():
+                after = module._buffers.get(name)
+                # One of another shape is a cache that has grown, such as a table of positions. The module needs it.
+                if after is None or (before is not None and before.shape == after.shape):
+                    module._buffers[name] = before
+
+
+@contextmanager
+def buffers_restored(model: nn.Module, *, on_success: bool = True) -> Iterator[None]:
+    """Restore buffers in place, because compiled code and CUDA graphs know their addresses.
+
+    Args:
+        model: The model.
+        on_success: Restore them even if nothing is raised inside.
+    """
+    tensors = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    is_restored = True
+    try:
+        yield
+        is_restored = on_success
+    finally:
+        if is_restored:
+            for module, own in tensors:
+                module._buffers.update(own)
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the user's hooks on gradients from running on other tensors."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [(param, kind, getattr(param, kind)) for param in params for kind in kinds if getattr(param, kind, None)]
+    try:
+        for param, kind, _ in hooked:
+            setattr(param, kind, None)
+        yield
+    finally:
+        for param, kind, hooks in hooked:
+            setattr(param, kind, hooks)
+
+
+@contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the random states of torch, on the CPU and the model's devices, of Python, and of NumPy if loaded."""
+    numpy_random = sys.modules.get("numpy.random")
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    python_state = random.getstate()
+    accelerators = [device for device in devices_of(model) if device.type not in ("cpu", "meta")]
+    kind = accelerators[0].type if accelerators else "cuda"
+    indices = [device.index or 0 for device in accelerators if device.type == kind]
+    with torch.random.fork_rng(devices=indices, device_type=kind):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy_random:
+                numpy_random.set_state(numpy_state)
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Return the devices of a model's parameters and buffers."""
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}

@@ -1,0 +1,95 @@
+"""Loss scaling for float16: the curvature pass scales its own loss, and the classic loop divides by the scaler's scale.
+
+``GradScaler`` divides gradients by its scale, because derivatives below 6e-8 vanish in float16. It does not divide
+second derivatives, which are too large by the same factor. Second derivatives also overflow at smaller scales.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from adahessian.base.log import warn_once
+from adahessian.hessian.double_backward import Derivatives
+from adahessian.parallel.ranks import Ranks
+
+_MOST_TRIES, _BACK_OFF = 5, 16.0
+_GROWTH_INTERVAL = 100  # measurements without an overflow before the scale is doubled
+
+
+class LossScale:
+    """A loss, multiplied by a scale that begins with the scale of an enabled scaler."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], scaler: GradScaler) -> None:
+        self._loss_fn, self._scaler = loss_fn, scaler
+        self._scale: float | None = None
+        self._factor = torch.ones(())  # the scale in a tensor, because compiled code is specific to a number
+        self._clean_measurements = 0
+        self._is_hopeless = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        """Compute the scaled loss."""
+        loss = self._loss_fn(model, batch)
+        return loss * self._factor.to(loss.device) if isinstance(loss, Tensor) else loss
+
+    def unscaled(
+        self, measure: Callable[[], Derivatives], params: Sequence[Tensor], ranks: Ranks | None, *, counts: bool = True
+    ) -> Derivatives:
+        """Measure, again at smaller scales if derivatives overflow, and divide the loss and the products by the scale.
+
+        If some products overflow at every scale, return the attempt with the fewest. The optimizer drops them. The
+        ranks agree on whether to measure again. ``counts`` tells whether the result of this rank is used.
+        """
+        device = params[0].device if params else torch.device("cpu")
+        scale = self._scaler.get_scale() if self._scale is None else self._scale
+        fewest = math.inf
+        for _ in range(1 if self._is_hopeless else _MOST_TRIES):
+            self._factor = torch.full((), scale, device=device)
+            found = measure()
+            checked = [found.loss], found.gradients, itertools.chain(*found.products)
+            failures = torch.stack([_not_finite(tensors, device) for tensors in checked]) * counts
+            of_loss, of_gradients, of_products = (failures if ranks is None else ranks.sum_(failures)).tolist()
+            if of_products < fewest:
+                fewest, best_scale, best = of_products, scale, found
+            if of_loss:  # the batch is to blame, and not the scale
+                break
+            if not of_gradients and not of_products:
+                self._is_hopeless = False
+                self._clean_measurements += 1
+                if self._clean_measurements % _GROWTH_INTERVAL == 0:
+                    scale *= 2
+                break
+            self._clean_measurements = 0
+            scale /= _BACK_OFF
+        else:
+            self._is_hopeless = True
+            warn_once("some second derivatives overflow in float16 at every loss scale tried, so they are dropped")
+        self._scale = best_scale if self._is_hopeless else scale
+        products = [[None if each is None else each / best_scale for each in of_probe] for of_probe in best.products]
+        return best._replace(loss=best.loss / best_scale, products=products)
+
+
+def _not_finite(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    finite = [values.isfinite().all().to(device) for values in tensors if values is not None]
+    return torch.stack(finite).logical_not().sum().float() if finite else torch.zeros((), device=device)
+
+
+def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
+    """Return the factor by which a scaler multiplies losses, without waiting for the device."""
+    return scaler.scale(torch.ones((), device=device))
+
+
+def calling_scaler() -> GradScaler | None:
+    """Return the scaler whose ``step`` is calling, found among the callers because it tells the optimizer nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
+        frame = frame.f_back
+    return frame and frame.f_locals["self"]

@@ -1,0 +1,1 @@
+"""DistributedDataParallel, FSDP2, and the mean over ranks and micro-batches."""

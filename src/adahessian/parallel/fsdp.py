@@ -1,0 +1,74 @@
+"""FSDP2: the whole model on every rank, for the length of a pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from adahessian.base.batches import map_tensors
+from adahessian.base.shards import gather, is_sharded, mesh_of
+
+
+@contextmanager
+def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Replace sharded parameters of a model by whole ordinary ones, and disable the hooks of FSDP2.
+
+    The context is ``params`` with the same replacements. All ranks must enter together, because each sends its shards.
+    """
+    _reshard(model)
+    if mesh_of(model) is None:
+        yield list(params)
+        return
+    wholes: dict[Tensor, Tensor] = {}
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(_without_fsdp_hooks(module))
+            for name, param in list(module._parameters.items()):
+                if param is not None and is_sharded(param):
+                    if param not in wholes:  # a parameter that modules share is gathered once
+                        wholes[param] = nn.Parameter(gather(param), param.requires_grad)
+                    stack.callback(module._parameters.__setitem__, name, param)
+                    module._parameters[name] = wholes[param]  # type: ignore[assignment]
+        yield [wholes.get(param, param) for param in params]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free what FSDP2 gathered for a forward pass without a backward pass, as in an evaluation."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
+    pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+    # FSDP2's mixed precision casts inputs in a pre-hook. Parameters keep their own dtype here.
+    module._forward_pre_hooks = type(pre_hooks)(
+        (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
+    )
+    module._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks, module._forward_hooks = pre_hooks, hooks
+
+
+def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = next((param.dtype for param in module.parameters()), None)
+    policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    if dtype is None or policy.param_dtype is None or not policy.cast_forward_inputs:
+        return args, kwargs
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")

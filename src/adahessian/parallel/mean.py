@@ -1,0 +1,100 @@
+"""The mean of Hessian-vector products over micro-batches and over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adahessian.algorithm.shapes import CurvatureShape
+from adahessian.base.dtypes import accumulation_dtype, as_real
+from adahessian.parallel.ranks import Ranks
+
+
+class ProductMean:
+    r"""The weighted mean of the products H z over the ranks r and their micro-batches j, which all have the same z.
+
+    .. math::
+        \overline{H z} = \frac{\sum_r \sum_j w_{rj} \, H_{rj} z}{\sum_r \sum_j w_{rj}}
+
+    One reduction per device and dtype sums a buffer of all products, the marks of the parts of each parameter that
+    took part in a loss, a flag per parameter that did, and the weight.
+
+    Args:
+        params: The parameters, whole or sharded over ranks.
+        shapes: The shapes of the curvature of the whole parameters.
+        num_probes: The number of products per parameter.
+    """
+
+    def __init__(self, params: Sequence[Tensor], shapes: Sequence[CurvatureShape], num_probes: int) -> None:
+        self._params, self._shapes = list(params), list(shapes)
+        self._took_part = [False] * len(params)
+        self._weight = 0.0
+        *self._sums, self._marks = ([*params] for _ in range(num_probes + 1))  # replaced by views of the buffers
+        self._buffers: list[tuple[Tensor, list[int]]] = []
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, param in enumerate(params):
+            alike.setdefault((param.device, accumulation_dtype(param.dtype).to_real()), []).append(i)
+        for (device, dtype), own in alike.items():
+            parts = [shapes[i].shape for i in own] * num_probes + [next(iter(shapes[i].stored.values())) for i in own]
+            sizes = [*map(math.prod, parts), len(own) + 1]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            views = (view.view(part) for view, part in zip(buffer.split(sizes), parts, strict=False))
+            for tensors in (*self._sums, self._marks):
+                for i in own:
+                    tensors[i] = next(views)
+            self._buffers.append((buffer, own))
+        self.nbytes = sum(buffer.nbytes for buffer, _ in self._buffers)  # that each rank sends
+
+    @torch.no_grad()
+    def add(
+        self, products: Sequence[Sequence[Tensor | None]], gradients: Sequence[Tensor | None], weight: float
+    ) -> None:
+        """Add the products of a batch, one list per probe, and the gradients of its loss.
+
+        Parameters that took no part in the loss have None. A batch of weight 0 is left out, even if it holds NaN.
+        """
+        if weight == 0:
+            return
+        self._weight += weight
+        for sums, of_probe in zip(self._sums, products, strict=True):
+            for i, (product, gradient) in enumerate(zip(of_probe, gradients, strict=True)):
+                if product is not None and gradient is not None:
+                    self._took_part[i] = True
+                    sums[i].add_(as_real(product), alpha=weight)
+                    self._marks[i].add_(self._shapes[i].touched(as_real(product), as_real(gradient)))
+
+    @torch.no_grad()
+    def result(self, ranks: Ranks | None) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Return the mean of everything added, here and on the other ranks. With ranks, call it only once.
+
+        In place of gradients, it returns what is nonzero where a part of a parameter took part in a loss.
+        """
+        products: list[list[Tensor | None]] = [[None] * len(self._params) for _ in self._sums]
+        marks: list[Tensor | None] = [None] * len(self._params)
+        for buffer, own in self._buffers:
+            weight = self._reduce(buffer, own, ranks)
+            for i in [i for i in own if self._took_part[i]]:
+                for of_probe, sums in zip(products, self._sums, strict=True):
+                    of_probe[i] = _like(self._params[i], sums[i] / weight)
+                marks[i] = _like(self._params[i], self._shapes[i].spread(self._marks[i]))
+        return products, marks
+
+    def _reduce(self, buffer: Tensor, own: list[int], ranks: Ranks | None) -> float | Tensor:
+        """Sum a buffer over the ranks, and return the sum of the weights."""
+        if ranks is None:
+            return self._weight
+        took_part = [self._took_part[i] for i in own]
+        facts = buffer[-len(own) - 1 :]
+        facts.copy_(torch.tensor([*took_part, self._weight], dtype=buffer.dtype), non_blocking=True)
+        ranks.sum_(buffer)
+        if not all(took_part):  # other ranks may differ, and only then is it worth waiting for the device
+            for i, count in zip(own, facts[:-1].tolist(), strict=True):
+                self._took_part[i] = count > 0
+        return facts[-1]
+
+
+def _like(param: Tensor, reals: Tensor) -> Tensor:
+    return torch.complex(*reals) if param.is_complex() else reals

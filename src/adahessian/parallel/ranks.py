@@ -1,0 +1,97 @@
+"""The processes that train one model together, and sums over them."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from adahessian.base.errors import CurvatureError
+from adahessian.base.shards import mesh_of
+
+
+class Ranks:
+    """Several processes that train one model, each on its own data.
+
+    Args:
+        groups: Their process group, or one group per dimension of a device mesh. If empty, the default process group.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._groups: Sequence[Any] = groups or [dist.group.WORLD]
+        self.size = math.prod(group.size() for group in self._groups)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the ranks, in place. Every rank gets the same bits."""
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As DistributedDataParallel does: a process group has no identity outside its process.
+        if any(group is not dist.group.WORLD for group in self._groups):
+            raise pickle.PicklingError("process_group: only the default group can be copied. Make a new Curvature.")
+        return Ranks, ()
+
+
+def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
+    """Return the ranks that train a model, or None if this process trains it alone.
+
+    Raises:
+        ValueError: If ``process_group`` contradicts the model, or if neither says which processes train together.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    mesh = mesh_of(model)
+    if process_group is None:
+        if mesh is not None and mesh.size() > 1:
+            raise ValueError("process_group=None is invalid for a sharded model. Pass process_group='auto'.")
+        return None
+    # The wrapper may be inside the model, as in the result of torch.compile or in a model of several parts.
+    wrapper = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    if process_group != "auto":
+        ranks = Ranks([process_group])
+    elif wrapper is not None:
+        ranks = Ranks([wrapper.process_group])
+    elif mesh is not None:
+        ranks = Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
+    elif dist.get_world_size() == 1:
+        return None
+    else:
+        raise ValueError(
+            "process_group='auto' needs a model in DistributedDataParallel or fully_shard, because there are several "
+            "processes. Pass the wrapped model, not its .module (on CPUs, accelerate wraps it only with cpu=True, "
+            "transformers only with use_cpu=True), process_group=torch.distributed.group.WORLD if the gradients of all "
+            "processes are averaged, or process_group=None if each process trains a model of its own."
+        )
+    return ranks if ranks.size > 1 else None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model without its DistributedDataParallel wrapper, whose hooks are for the gradient alone."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def check_not_flattened(model: nn.Module) -> None:
+    """Raise a ValueError if the model's wrapper joins parameters into one long vector."""
+    wrapper = f"{type(model).__module__}.{type(model).__qualname__}"
+    if wrapper.startswith("deepspeed.") or wrapper.endswith(".FullyShardedDataParallel"):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which flattens parameters, so their blocks are lost. Shard the model "
+            "with FSDP2, torch.distributed.fsdp.fully_shard, instead."
+        )
+
+
+def check_single_process() -> None:
+    """Raise a CurvatureError if there are several processes, because a graph is that of one process's batch."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CurvatureError(
+            "backward(create_graph=True) measures the curvature of this process's batch alone, so the ranks would "
+            "drift apart. Call curvature.measure(batch) and an ordinary loss.backward() before optimizer.step(), with "
+            "curvature = adahessian.Curvature(model, loss_fn, optimizer)."
+        )

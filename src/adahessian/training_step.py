@@ -1,0 +1,301 @@
+"""A whole training step in one call, compiled and replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from adahessian.base.batches import SeenSignatures, map_tensors, slice_batch, tensors_in
+from adahessian.base.errors import first_line
+from adahessian.base.log import info_once, logger
+from adahessian.base.shards import mesh_of
+from adahessian.cuda_graphs import CannotCapture, CapturedFunction, Memory, autocast_cache_disabled, cuda_device_of
+from adahessian.curvature import Curvature
+from adahessian.hessian.double_backward import Derivatives
+from adahessian.hessian.engine import Engine
+from adahessian.hessian.isolation import buffers_restored, random_state_kept
+from adahessian.optimizer import AdaHessian
+
+Loss: TypeAlias = Callable[[Any], Tensor]
+Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
+
+_TENSORS = operator.attrgetter("_parameters", "_buffers")
+
+
+class TrainingStep:
+    """The whole step for a batch: gradient, curvature when it is due, and update.
+
+    Derivatives are compiled if the model is large enough and, on a GPU, captured in CUDA graphs, which removes the cost
+    of Python and of launches. The update stays an ordinary ``optimizer.step()``, so schedules, hooks, evaluation and
+    checkpoints work as in any loop. Batches of another shape run uncaptured unless their shape comes often.
+
+    Gradients are replaced, not accumulated, and the next step overwrites the tensors in ``param.grad``. Hooks on
+    parameters are not called. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats what
+    ``loss_fn`` read from Python objects at its capture, except the batch and the train and eval modes of modules.
+
+    Args:
+        curvature: The :class:`adahessian.Curvature` of an AdaHessian, which also decides about compilation. For any
+            other PyTorch optimizer pass ``(model, loss_fn, optimizer)`` instead.
+        compile: Compile the gradient. None compiles it on a GPU, for models of at least 100,000 parameters.
+        capture: Capture CUDA graphs. On other devices nothing is captured.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or an AdaHessian comes without its Curvature.
+        ValueError: If ``capture`` or ``compile`` is out of range, or if the training uses several processes, a
+            GradScaler, groups with ``sparse=True`` or an optimizer that needs a closure.
+
+    Example:
+        >>> import adahessian
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = adahessian.AdaHessian(model.parameters(), curvature_every=10)
+        >>> curvature = adahessian.Curvature(model, lambda m, batch: m(batch).square().mean(), optimizer)
+        >>> step = TrainingStep(curvature, capture=False)
+        >>> loss = step(torch.ones(8, 3))
+    """
+
+    def __init__(
+        self,
+        curvature: Curvature[Any] | nn.Module,
+        loss_fn: Callable[..., Tensor] | None = None,
+        optimizer: Any = None,
+        /,
+        *,
+        compile: bool | None = None,
+        capture: bool = True,
+    ) -> None:
+        if not isinstance(capture, bool) or compile not in (None, True, False):
+            raise ValueError(f"capture is {capture!r}, and compile {compile!r}. Pass bools, or None for compile.")
+        self._curvature: Curvature[Any] | None = None
+        if isinstance(curvature, Curvature):
+            if any(other is not None for other in (loss_fn, optimizer, compile)):
+                raise TypeError("curvature has its own loss_fn, optimizer and compile. Pass them to Curvature.")
+            self._curvature, self._engine = curvature, curvature.engine
+            self._model, self._loss_fn, self._optimizer = curvature.model, curvature.loss_fn, curvature.optimizer
+        else:
+            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps optimizers
+            is_plain = isinstance(optimizer, Optimizer) and not isinstance(inner, AdaHessian)
+            if not (isinstance(curvature, nn.Module) and callable(loss_fn) and is_plain):
+                types = ", ".join(type(each).__name__ for each in (curvature, loss_fn, inner))
+                raise TypeError(
+                    f"TrainingStep got ({types}). Pass adahessian.Curvature(model, loss_fn, optimizer), or for "
+                    "an optimizer other than AdaHessian a torch.nn.Module, a loss_fn and the torch.optim.Optimizer."
+                )
+            self._model, self._loss_fn, self._optimizer = curvature, loss_fn, optimizer
+            # This engine computes nothing. It decides about compilation by the rule of the curvature pass.
+            self._engine = Engine(self._model, self._loss_fn, compile=compile, product_dtype=None)
+        _check_supported(self._model, self._optimizer, self._curvature)
+        self._capture = capture
+        self._device: torch.device | None = None
+        self._compiles = self._captures = False
+        self._seen = SeenSignatures()
+        self._losses: dict[Hashable, Loss] = {}
+        # The graphs for each kind of batch, None if they cannot be captured. Then their memory, and what they rely on.
+        self._graphs: dict[Hashable, _Graphs | None] = {}
+        self._memory: Memory
+        self._modules: list[nn.Module] = []
+        self._look: object = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Take one step, and return the loss, whose reading waits for the device.
+
+        Args:
+            batch: What ``loss_fn`` takes, on the model's device.
+
+        Raises:
+            CurvatureError: If the curvature cannot be computed. Nothing has been changed then.
+        """
+        params = [param for group in self._optimizer.param_groups for param in group["params"] if param.requires_grad]
+        if params and params[0].device != self._device:
+            self._device = params[0].device
+            self._compiles = self._engine.why_not_compiled(params) is None
+            self._captures = self._capture and cuda_device_of(self._model) is not None
+            if self._capture and not self._captures:
+                info_once("Nothing is captured, because CUDA graphs need the whole model on one CUDA device")
+        curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
+        key = self._seen.key(batch) if self._compiles or self._captures else None
+        found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
+        loss, gradients = found or self._compute(key, batch, params, curvature)
+        for param, gradient in zip(params, gradients, strict=True):
+            if param.grad is not gradient:
+                param.grad = gradient
+        self._optimizer.step()
+        return loss.clone()  # the next step overwrites a captured one
+
+    def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:
+        """Compute the gradient and, if it is due, the curvature."""
+        if curvature is not None and curvature.batch_fraction == 1:
+            request = curvature.optimizer._begin_measurement()
+            found = self._engine.derivatives(batch, request, keep_buffers=True)
+            curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+            return found.loss, _as_backward_leaves(found.gradients, params)
+        if curvature is not None:
+            curvature.measure(batch)
+        return _differentiate(self._loss(key, batch, params), batch, params)
+
+    def _replay(
+        self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None
+    ) -> Gradient | None:
+        """Do the same by CUDA graphs. Returns None if the batch has to run uncaptured."""
+        with torch.cuda.device(self._device):
+            if self._has_moved():
+                self._graphs, self._memory = {}, Memory()
+            kind = (
+                key,
+                tuple(map(id, params)),
+                tuple([module.training for module in self._modules]),
+                (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+            )
+            try:
+                if kind not in self._graphs:
+                    self._graphs[kind] = _Graphs(self, key, batch, params)
+                graphs = self._graphs[kind]
+                return None if graphs is None else graphs.replay(batch, curvature)
+            except CannotCapture as reason:
+                # torch may have lost track of a pool in which a capture has failed.
+                self._graphs[kind], self._memory = None, Memory()
+                logger.warning("The step is not captured for batches of this kind: %s", reason)
+                return None
+
+    def _has_moved(self) -> bool:
+        """Check for modules, parameters and buffers that were replaced or moved. Graphs know only their addresses.
+
+        Nothing announces such a change, and walking the module tree at each step would take six times as long.
+        """
+        if self._modules and _look(self._modules) == self._look:
+            return False
+        self._modules = list(self._model.modules())
+        self._look = _look(self._modules)
+        return True
+
+    def _loss(self, key: Hashable, batch: Any, params: list[Tensor]) -> Loss:
+        """Return the loss as a function of the batch, compiled for batches of this kind if that is wanted and works."""
+
+        def loss_of(batch: Any) -> Tensor:
+            return self._loss_fn(self._model, batch)
+
+        if key is None or not self._compiles:
+            return loss_of
+        if key not in self._losses:
+            # The compiler counts the versions of a function by its code object, so each function needs its own.
+            loss_of.__code__ = loss_of.__code__.replace()
+            logger.info("Compiling the gradient, which takes up to two minutes the first time")
+            compiled: Loss = torch.compile(loss_of, dynamic=False)
+            try:
+                with buffers_restored(self._model), random_state_kept(self._model):
+                    _differentiate(compiled, batch, params)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # any error of the compiler; one in the user's code occurs again uncompiled
+                logger.warning("The gradient is not compiled for batches of this kind: %s", first_line(error))
+                compiled = loss_of
+            self._losses[key] = compiled
+        return self._losses[key]
+
+
+class _Graphs:
+    """The graphs for batches of one kind, each captured when it is first needed.
+
+    The graphs of a step run one after the other in the same memory, so the next one may overwrite their results.
+    """
+
+    def __init__(self, step: TrainingStep, key: Hashable, batch: Any, params: list[Tensor]) -> None:
+        for tensor in tensors_in(batch):
+            if tensor.device != step._device:
+                raise CannotCapture(f"the batch has a tensor on {tensor.device}, but the model is on {step._device}")
+        self._step, self._key, self._params = step, key, params
+        self._batch = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
+        self._probes: list[list[Tensor]] = []
+        self._gradient: CapturedFunction[Gradient] | None = None
+        self._derivatives: CapturedFunction[Derivatives] | None = None
+
+    def replay(self, batch: Any, curvature: Curvature[Any] | None) -> Gradient:
+        """Compute the gradient and, if it is due, the curvature."""
+        with torch.no_grad():
+            # Not by torch._foreach_copy_, which lacks some dtypes and saves launches only if all dtypes are the same.
+            for static, tensor in zip(tensors_in(self._batch), tensors_in(batch), strict=True):
+                static.copy_(tensor, non_blocking=True)
+        if curvature is not None and curvature.batch_fraction == 1:
+            return self._measure(curvature, keep_buffers=True)[:2]
+        step = self._step
+        if self._gradient is None:  # before the curvature pass on a slice, which needs less memory and reuses it
+            with autocast_cache_disabled():
+                loss_of = step._loss(self._key, self._batch, self._params)
+            differentiate = partial(_differentiate, loss_of, self._batch, self._params)
+            self._gradient = CapturedFunction(differentiate, step._model, step._memory)
+        if curvature is not None:
+            self._measure(curvature, keep_buffers=False)
+        return self._gradient.replay()
+
+    def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives:
+        step, request = self._step, curvature.optimizer._begin_measurement()
+        if self._derivatives is None or len(self._probes) != request.num_probes:
+            self._probes = [request.draw(probe) for probe in range(request.num_probes)]
+            static = request._replace(draw=lambda probe, out=None: self._probes[probe])
+            part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
+            with autocast_cache_disabled():
+                compute = step._engine.pass_for(part, static)  # compiles, outside of the capture
+
+            def derivatives() -> Derivatives:
+                found = compute(part, static, keep_buffers)
+                return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
+
+            self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
+        for number, probe in enumerate(self._probes):
+            request.draw(number, out=probe)
+        # The pass on a slice leaves no trace, but the joined one advances random generators like any training step.
+        with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
+            found = self._derivatives.replay()
+        curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+        return found
+
+
+def _differentiate(loss_of: Loss, batch: Any, params: Sequence[Tensor]) -> Gradient:
+    with torch.enable_grad():
+        loss = loss_of(batch)
+        gradients = torch.autograd.grad(loss, params, allow_unused=True)
+    return loss.detach(), _as_backward_leaves(gradients, params)
+
+
+def _as_backward_leaves(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
+    """Give gradients the strides of their parameters, and memory of their own, since clipping scales them in place."""
+    taken: set[int] = set()
+    own: list[Tensor | None] = []
+    for gradient, param in zip(gradients, params, strict=True):
+        if gradient is not None and gradient.layout is torch.strided:
+            if gradient.stride() != param.stride() or gradient.data_ptr() in taken:
+                gradient = torch.empty_like(param).copy_(gradient)
+            taken.add(gradient.data_ptr())
+        own.append(gradient)
+    return own
+
+
+def _look(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
+    """Return what graphs rely on: ids and addresses. The tensors and modules come with them, which keeps ids unique."""
+    tensors = [each for module in modules for own in _TENSORS(module) for each in own.values() if each is not None]
+    children = [child for module in modules for child in module._modules.values()]
+    return list(map(id, tensors + children)), list(map(Tensor.data_ptr, tensors)), tensors, children
+
+
+def _check_supported(model: nn.Module, optimizer: Optimizer, curvature: Curvature[Any] | None) -> None:
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    arguments = inspect.signature(type(optimizer).step).parameters.values()
+    required = [each for each in arguments if each.default is each.empty and not str(each).startswith("*")]
+    unsupported = {
+        "several processes": mesh_of(model) is not None or (curvature.ranks is not None if curvature else is_wrapped),
+        "a scaler": curvature is not None and curvature.scaler is not None,
+        "groups with sparse=True": any(group.get("sparse") for group in optimizer.param_groups),
+        "an optimizer that needs a closure": len(required) > 1,  # besides self
+    }
+    for what, is_used in unsupported.items():
+        if is_used:
+            loop = "loss.backward(), for AdaHessian curvature.measure(batch), and optimizer.step()"
+            raise ValueError(f"TrainingStep does not support {what}. Write the loop yourself: {loop}.")

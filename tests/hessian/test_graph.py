@@ -1,0 +1,85 @@
+"""Operations whose second derivative is silently wrong are found in graphs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adahessian.base.errors import CurvatureError
+from adahessian.hessian.graph import check_twice_differentiable
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 2 * g
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def of_once():
+    return Once.apply(nn.Linear(4, 4)(X)).square().mean()
+
+
+def of_reentrant_checkpointing():
+    return checkpoint(nn.Linear(4, 4), X.clone().requires_grad_(), use_reentrant=True).mean()
+
+
+def of_weight_norm():
+    weight, norm = torch.randn(3, 4, requires_grad=True), torch.ones(3, 1, requires_grad=True)
+    return torch._weight_norm(weight, norm).square().mean()
+
+
+def of_penalty(layer):
+    model, x = nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()), X.clone().requires_grad_()
+    return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (of_once, "Once cannot"),
+        (of_reentrant_checkpointing, "use_reentrant=False"),
+        (of_weight_norm, "weight_norm"),
+        (lambda: of_penalty(nn.LayerNorm(4)), "layer_norm"),
+        (lambda: of_penalty(nn.BatchNorm1d(4)), "batch_norm"),
+        (lambda: of_penalty(nn.Sequential(nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4))), "batch_norm"),
+        (lambda: of_penalty(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval())), "batch_norm"),
+    ],
+)
+def test_what_is_wrong_is_found(make, named):
+    with pytest.raises(CurvatureError, match=named):
+        check_twice_differentiable([make()], of_loss=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: checkpoint(nn.Linear(4, 4), X.clone().requires_grad_(), use_reentrant=False).mean(),
+        lambda: nn.LayerNorm(4)(X).square().mean(),
+        lambda: of_penalty(nn.BatchNorm1d(4).eval()),
+        lambda: of_penalty(nn.GroupNorm(2, 4)),
+        lambda: of_penalty(nn.RMSNorm(4)),
+    ],
+)
+def test_what_is_right_is_not(make):
+    check_twice_differentiable([make()], of_loss=True)
+
+
+def test_gradients_of_norms_are_normal_in_gradients():
+    layer = nn.LayerNorm(4)
+    gradients = torch.autograd.grad(layer(X).square().mean(), list(layer.parameters()), create_graph=True)
+    check_twice_differentiable(gradients)
+    (gradient,) = torch.autograd.grad(of_once_kept(layer), layer.weight, create_graph=True)
+    with pytest.raises(CurvatureError, match="once_differentiable"):
+        check_twice_differentiable([gradient])
+
+
+def of_once_kept(layer):
+    return Once.apply(layer(X)).square().mean()

@@ -1,0 +1,473 @@
+"""The whole step in one call does what a loop does: uncaptured on a CPU, and by graphs that only pretend to be some."""
+
+import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, training_step
+from adahessian.cuda_graphs import CannotCapture
+from adahessian.hessian import compiled
+from adahessian.hessian.double_backward import Derivatives
+from adahessian.hessian.isolation import buffers_restored, random_state_kept
+from cases import BATCH_NORM, MLP, Case
+
+# Batch norm counts its batches, and dropout draws.
+BOTH = Case(
+    "batch norm and dropout",
+    lambda: nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.5), nn.Linear(7, 3)),
+    (16, 5),
+)
+PLAIN_OPTIMIZERS = [
+    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    lambda params: torch.optim.AdamW(params, lr=0.01),
+]
+
+
+class PretendedGraph:
+    """A CapturedFunction without CUDA: a replay runs the function, and spoils what all other graphs have left."""
+
+    captured: list["PretendedGraph"]
+
+    def __init__(self, function, model, memory=None):
+        with buffers_restored(model), random_state_kept(model):
+            before = torch.get_rng_state()
+            self._function, self._result = function, function()
+            self.is_random = not torch.equal(before, torch.get_rng_state())
+        self.captured.append(self)
+
+    def replay(self):
+        for graph in self.captured:
+            for tensor in graph.tensors(graph._result):
+                tensor.fill_(torch.nan)
+        for static, tensor in zip(self.tensors(self._result), self.tensors(self._function()), strict=True):
+            static.copy_(tensor)
+        return self._result
+
+    @staticmethod
+    def tensors(result):
+        # Probes are drawn into memory that graphs do not share.
+        of_graph = result._replace(probes=[]) if isinstance(result, Derivatives) else result
+        return [leaf for leaf in tree_leaves(of_graph) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Everything is captured, as on a GPU; the graphs so far."""
+    PretendedGraph.captured = []
+    monkeypatch.setattr(training_step, "CapturedFunction", PretendedGraph)
+    monkeypatch.setattr(training_step, "Memory", object)
+    monkeypatch.setattr(training_step, "cuda_device_of", lambda model: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return PretendedGraph.captured
+
+
+@pytest.fixture
+def only_gradients_compiled(quick_compiler, monkeypatch):
+    """The curvature pass runs as it is, to save time."""
+    monkeypatch.setattr(compiled, "compile_derivatives", lambda function, *_, **__: function)
+
+
+def made(case, loss_fn=None, *, curvature_every=1, **options):
+    """A model, its optimizer and its curvature."""
+    model = case.model()
+    optimizer = AdaHessian(model.parameters(), lr=0.05, eps=1e-2, curvature_every=curvature_every, num_probes=2)
+    return model, optimizer, Curvature(model, loss_fn or case.loss, optimizer, **options)
+
+
+def in_a_loop(curvature):
+    return plain_loop(curvature.model, curvature.loss_fn, curvature.optimizer, curvature.measure)
+
+
+def plain_loop(model, loss_fn, optimizer, measure=lambda batch: None):
+    def step(batch):
+        measure(batch)
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def everything(model, optimizer):
+    """All that a step may change."""
+    counts = [[group.get(name) for name in ("steps", "measurements", "staleness")] for group in optimizer.param_groups]
+    gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    modes = [int(module.training) for module in model.modules()]
+    state = optimizer.state_dict()["state"]
+    return copy.deepcopy((model.state_dict(), state, counts, gradients, modes, torch.get_rng_state()))
+
+
+def assert_same(found, expected, **tolerance):
+    torch.testing.assert_close(found, expected, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+# It is the loop ------------------------------------------------------------------------------------------------------
+
+
+def run(make_step, *, steps=6, case=BOTH, **options):
+    model, optimizer, curvature = made(case, curvature_every=2, **options)
+    step = make_step(curvature)
+    torch.manual_seed(3)
+    losses = [step(case.batch(seed=number)).item() for number in range(steps)]
+    return losses, *everything(model, optimizer)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("capture", [True, False])
+def test_it_does_what_the_loop_does_bit_by_bit(said, fraction, capture):
+    """Parameters, buffers, state, gradients and losses, and the random numbers that follow."""
+    found = run(lambda curvature: TrainingStep(curvature, capture=capture), batch_fraction=fraction)
+    assert_same(found, run(in_a_loop, batch_fraction=fraction))
+    assert not any("Compiling" in message or "shape" in message for message in said.messages), "nobody asked for it"
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_graphs_do_what_the_loop_does_bit_by_bit(graphs, fraction):
+    assert_same(run(TrainingStep, batch_fraction=fraction), run(in_a_loop, batch_fraction=fraction))
+    assert len(graphs) == 2, "one for the gradient, one for the curvature"
+
+
+@pytest.mark.parametrize("make", PLAIN_OPTIMIZERS)
+@pytest.mark.parametrize("captured", [True, False])
+def test_plain_optimizers_do_what_the_loop_does_bit_by_bit(request, make, captured):
+    graphs = request.getfixturevalue("graphs") if captured else []
+    found = []
+    for make_step in (TrainingStep, plain_loop):
+        model = BOTH.model()
+        optimizer = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # wraps optimizer.step
+        step = make_step(model, BOTH.loss, optimizer)
+        torch.manual_seed(3)
+        losses = []
+        for number in range(5):
+            losses.append(step(BOTH.batch(seed=number)).item())
+            scheduler.step()
+        found.append((losses, *everything(model, optimizer)))
+    assert_same(*found)
+    assert len(graphs) == captured
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_schedules_partial_batches_evaluation_and_checkpoints_in_between(request, captured):
+    graphs = request.getfixturevalue("graphs") if captured else []
+    found = []
+    for make_step in (TrainingStep, in_a_loop):
+        model, optimizer, curvature = made(BATCH_NORM, curvature_every=3)
+        step = make_step(curvature)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        x, y = BATCH_NORM.batch()
+        for number in range(14):
+            size = 5 if number % 4 == 3 else len(x)
+            step((x[:size], y[:size]))
+            scheduler.step()
+            if number == 2:
+                model.eval()
+                model(x)
+                model.train()
+            if number == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if number == 6:  # other addresses
+                for param in model.parameters():
+                    param.data = param.data.clone()
+            if number == 8:  # another mode
+                model[1].eval()
+            if number == 9:
+                model[0].weight.requires_grad_(False)
+                model[0].weight.grad = None
+            if number == 10:
+                optimizer.param_groups[0]["num_probes"] = 1
+            if number == 12:
+                model[2] = nn.Sigmoid()
+        found.append(everything(model, optimizer))
+    assert_same(*found)
+    assert len(graphs) == (7 if captured else 0)
+
+
+def test_it_works_where_gradients_are_disabled():
+    found = []
+    for disabled in (False, True):
+        model, optimizer, curvature = made(MLP, curvature_every=2)
+        step = TrainingStep(curvature)
+        with torch.set_grad_enabled(not disabled):
+            step(MLP.batch())
+            step(MLP.batch())
+        found.append(everything(model, optimizer))
+    assert_same(*found)
+
+
+# What it returns and leaves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_it_returns_the_loss_and_leaves_the_gradients(fraction):
+    model, _, curvature = made(MLP, curvature_every=2, batch_fraction=fraction)
+    step = TrainingStep(curvature)
+    for number in range(3):
+        batch = MLP.batch(seed=number)
+        expected = MLP.loss(model, batch)
+        gradients = torch.autograd.grad(expected, list(model.parameters()))
+        loss = step(batch)
+        assert_same(loss, expected.detach())
+        assert_same([param.grad for param in model.parameters()], list(gradients))  # replaced, not accumulated
+        assert not loss.requires_grad
+        assert all(not param.grad.requires_grad for param in model.parameters())
+
+
+def test_gradients_share_no_memory_and_have_the_strides_of_their_parameters():
+    model = nn.ParameterList([torch.randn(4, 3), torch.randn(4, 3), torch.randn(3, 4).t()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(model, lambda model, x: (model[0] + model[1] + model[2] * x).square().sum(), optimizer)
+    step(torch.ones(4, 3))
+    assert len({param.grad.data_ptr() for param in model}) == 3
+    assert all(param.grad.stride() == param.stride() for param in model)
+    assert_same(model[0].grad, model[1].grad)
+
+
+def test_a_parameter_that_takes_no_part_has_no_gradient_and_does_not_move():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    optimizer = AdaHessian(model.parameters(), curvature_every=2, weight_decay=0.1)
+    step = TrainingStep(Curvature(model, lambda model, x: model["used"](x).square().mean(), optimizer))
+    before = copy.deepcopy(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for _ in range(2):
+        step(torch.randn(8, 3))
+        assert model["unused"].weight.grad is None
+    assert_same(model["unused"].state_dict(), before["unused"].state_dict())
+    assert not torch.equal(model["used"].weight, before["used"].weight)
+
+
+# When it measures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fraction", "sizes"), [(1.0, [16] * 5), (0.5, [8, 16, 16, 16, 8, 16, 16])])
+def test_it_measures_when_due_and_joins_gradient_and_curvature_on_the_whole_batch(fraction, sizes):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch[0]))
+        return MLP.loss(model, batch)
+
+    model, optimizer, curvature = made(MLP, loss_fn, curvature_every=3, batch_fraction=fraction)
+    step = TrainingStep(curvature)
+    measurements = []
+    for _ in range(5):
+        step(MLP.batch())
+        measurements.append(optimizer.state[model[0].weight]["measurements"].item())
+    assert seen == sizes
+    assert measurements == [1, 1, 1, 2, 2]
+
+
+def test_what_has_been_measured_is_not_measured_again(monkeypatch):
+    _, optimizer, curvature = made(MLP)
+    assert curvature.measure(MLP.batch())
+    accepted = []
+    monkeypatch.setattr(optimizer, "_accept", lambda *args: accepted.append(args))
+    TrainingStep(curvature)(MLP.batch())
+    assert not accepted
+    assert optimizer.param_groups[0]["measurements"] == 1
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_it_is_made_of():
+    model, optimizer, curvature = made(MLP)
+    adamw = torch.optim.AdamW(model.parameters())
+    for arguments, name in [
+        ((optimizer,), "Curvature"),
+        ((model, MLP.loss, optimizer), "Curvature"),
+        ((model, MLP.loss, SimpleNamespace(optimizer=optimizer)), "optimizer"),
+        ((model, adamw), "loss_fn"),
+        ((curvature, MLP.loss), "loss_fn"),
+    ]:
+        with pytest.raises(TypeError, match=name):
+            TrainingStep(*arguments)
+    with pytest.raises(TypeError, match="compile"):
+        TrainingStep(curvature, compile=True)
+    with pytest.raises(ValueError, match="compile"):
+        TrainingStep(model, MLP.loss, adamw, compile="max")
+    with pytest.raises(ValueError, match="capture"):
+        TrainingStep(curvature, capture="graphs")
+    with pytest.raises(ValueError, match="closure"):
+        TrainingStep(model, MLP.loss, torch.optim.LBFGS(model.parameters()))
+
+
+def test_loops_that_it_cannot_take():
+    model, _, curvature = made(MLP, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="scaler"):
+        TrainingStep(curvature)
+    _, _, curvature = made(MLP)
+    curvature.ranks = object()
+    with pytest.raises(ValueError, match="processes"):
+        TrainingStep(curvature)
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = AdaHessian([{"params": model.parameters(), "sparse": True}])
+    with pytest.raises(ValueError, match="sparse"):
+        TrainingStep(Curvature(model, MLP.loss, optimizer))
+
+
+@pytest.mark.parametrize("due", [True, False])
+@pytest.mark.parametrize("options", [{}, {"batch_fraction": 0.5}, {"compile": True}], ids=str)
+@pytest.mark.usefixtures("only_gradients_compiled")
+def test_a_loss_that_fails_changes_nothing(due, options):
+    fails = []
+
+    def loss_fn(model, batch):
+        if fails:
+            raise KeyError("the user's own")
+        return MLP.loss(model, batch)
+
+    model, optimizer, curvature = made(MLP, loss_fn, curvature_every=1 if due else 2, **options)
+    step = TrainingStep(curvature)
+    step(MLP.batch())
+    fails.append(True)
+    before = everything(model, optimizer)
+    with pytest.raises(KeyError, match="the user's own"):
+        step(MLP.batch())
+    assert_same(everything(model, optimizer), before)
+    assert optimizer.curvature_due == due
+
+
+def test_a_curvature_that_cannot_be_computed_changes_no_parameter():
+    model, optimizer, curvature = made(MLP, lambda model, batch: model(batch[0]))
+    before = everything(model, optimizer)
+    with pytest.raises(CurvatureError, match="scalar"):
+        TrainingStep(curvature)(MLP.batch())
+    assert_same(everything(model, optimizer), before)
+
+
+def test_a_pass_that_fails_restores_buffers():
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+
+    def loss_fn(model, x):
+        model(x)
+        raise CurvatureError("no")
+
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CurvatureError):
+        TrainingStep(Curvature(model, loss_fn, AdaHessian(model.parameters())))(torch.randn(16, 5))
+    assert_same(model.state_dict(), before)
+
+
+class Counting(nn.Module):
+    """Counts its batches in place and, like averages of codebooks, by a new tensor in place of the old one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+
+    def forward(self, x):
+        self.in_place += 1
+        self.replaced = self.replaced + 1
+        return self.linear(x).tanh() * (1 + self.replaced)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}], ids=str)
+def test_buffers_that_modules_replace_count_as_those_they_write_to(quick_compiler, options):
+    model = Counting()
+    optimizer = AdaHessian(model.parameters(), lr=0.01, eps=1e-2)
+    step = TrainingStep(Curvature(model, lambda model, x: model(x).square().mean(), optimizer, **options))
+    for number in range(1, 4):
+        step(torch.randn(16, 5))
+        assert (model.in_place.item(), model.replaced.item()) == (number, number)
+
+
+# What is captured and compiled, and what is said about it ------------------------------------------------------------
+
+
+def test_what_cannot_be_captured_runs_uncaptured_and_the_reason_is_logged_once(graphs, said, monkeypatch):
+    class Failing(PretendedGraph):
+        def __init__(self, function, model, memory=None):
+            super().__init__(function, model, memory)
+            if function().loss if isinstance(self._result, Derivatives) else None:
+                raise CannotCapture("it waits")
+
+    monkeypatch.setattr(training_step, "CapturedFunction", Failing)
+    options = {"batch_fraction": 0.5, "case": BATCH_NORM}
+    assert_same(run(TrainingStep, **options), run(in_a_loop, **options))
+    assert sum("it waits" in message for message in said.messages) == 1
+
+
+def test_batches_on_another_device_are_not_captured(graphs, monkeypatch):
+    _, _, curvature = made(MLP)
+    step = TrainingStep(curvature)
+    step(MLP.batch())
+    monkeypatch.setattr(step, "_device", torch.device("meta"))
+    with pytest.raises(CannotCapture, match="cpu"):
+        training_step._Graphs(step, None, MLP.batch(), [])
+
+
+def test_that_nothing_is_captured_is_logged_once_and_only_if_it_was_to_be(said):
+    for capture in (False, True):
+        for _ in range(2):
+            step = TrainingStep(made(MLP)[2], capture=capture)
+            step(MLP.batch())
+            step(MLP.batch())
+        assert sum(message.startswith("Nothing is captured") for message in said.messages) == capture
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_the_gradient_is_compiled_once_and_that_leaves_no_trace(said):
+    found = [
+        run(make_step, case=BATCH_NORM, compile=compile)
+        for make_step, compile in ((TrainingStep, True), (in_a_loop, False))
+    ]
+    assert_same(*found, rtol=1e-9, atol=1e-9)
+    assert sum(message.startswith("Compiling the gradient") for message in said.messages) == 1
+
+
+def test_a_gradient_that_cannot_be_compiled_is_computed_without_and_the_reason_is_logged(said, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("out of registers\nand much more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: fail)
+    assert_same(run(TrainingStep, compile=True), run(in_a_loop, compile=False))
+    of_gradient = [message for message in said.messages if message.startswith("The gradient is not compiled")]
+    assert len(of_gradient) == 1
+    assert of_gradient[0].endswith("out of registers")
+
+
+@pytest.mark.usefixtures("only_gradients_compiled")
+@pytest.mark.parametrize("plain", [True, False])
+def test_another_kind_of_batch_is_not_compiled_for_until_it_has_come_often(plain):
+    compiled = []
+
+    def loss_fn(model, batch):
+        compiled.append((len(batch[0]), torch.compiler.is_compiling()))
+        return MLP.loss(model, batch)
+
+    model, _, curvature = made(MLP, loss_fn, compile=True, curvature_every=1000)
+    adamw = torch.optim.AdamW(model.parameters())
+    step = TrainingStep(model, loss_fn, adamw, compile=True) if plain else TrainingStep(curvature)
+    x, y = MLP.batch()
+    step((x, y))
+    step((x, y))
+    compiled.clear()
+    for _ in range(49):
+        step((x[:5], y[:5]))
+    assert compiled == [(5, False)] * 49
+    compiled.clear()
+    step((x[:5], y[:5]))
+    assert (5, True) in compiled
+
+
+def test_running_out_of_memory_is_no_reason_to_do_without_the_compiler(monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        TrainingStep(model, MLP.loss, optimizer, compile=True)(MLP.batch())
+    assert not optimizer.state
