@@ -1,4 +1,4 @@
-"""AdaHessian with accelerate, on handwritten digits: accumulated gradients, clipping, a schedule, a checkpoint.
+"""Train on handwritten digits with accelerate: accumulated gradients, clipping, a schedule, a checkpoint.
 
 On one device, or on two GPUs::
 
@@ -20,7 +20,7 @@ from adahessian.integrations.accelerate import prepare_curvature
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--folder", default="digits_checkpoint", help="where the checkpoint goes")
+parser.add_argument("--folder", default="digits_checkpoint", help="folder of the checkpoint")
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -31,7 +31,7 @@ train_set, test_set = random_split(TensorDataset(images, torch.tensor(digits.tar
 net = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)
 )
-optimizer = adahessian.AdaHessian(adahessian.param_groups(net), lr=0.15, eps=1e-2, update_every=2)
+optimizer = adahessian.AdaHessian(adahessian.param_groups(net), lr=0.15, eps=1e-2, curvature_every=2)
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.15, total_steps=args.epochs * 23)
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -41,7 +41,7 @@ model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
 
 
 def loss_fn(model, batch):
-    """The mean over a batch."""
+    """Return the mean loss of a batch."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
 
@@ -62,7 +62,7 @@ for epoch in range(args.epochs):
             optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 
-accelerator.save_state(args.folder)  # accelerator.load_state goes on from there, bit by bit
+accelerator.save_state(args.folder)  # accelerator.load_state resumes from it, bit by bit
 model.eval()
 right = []
 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""AdaHessian in Lightning: handwritten digits, on a CPU, in a few seconds.
+"""Train on handwritten digits with Lightning, on a CPU, in a few seconds.
 
 pip install "adahessian[lightning]" scikit-learn
 python lightning_digits.py --epochs 5
@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import adahessian
-from adahessian.integrations.lightning import AdaHessianCallback
+from adahessian.integrations.lightning import CurvatureCallback
 
 
 class Digits(LightningModule):
-    """A small convolutional network. Nothing in it knows of second derivatives."""
+    """A small convolutional network. Only its optimizer is special."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -28,26 +28,27 @@ class Digits(LightningModule):
         self.model = nn.Sequential(*first, *second, nn.Dropout(0.2), nn.Linear(32 * 4 * 4, 10))
 
     def training_step(self, batch, batch_idx):
-        """The loss, as ever."""
+        """Return the loss."""
         images, labels = batch
         loss = nn.functional.cross_entropy(self.model(images), labels)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        """The share of digits that are recognised."""
+        """Log the accuracy."""
         images, labels = batch
         self.log("accuracy", (self.model(images).argmax(1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
-        """Curvature at each of the first twenty steps, then at every tenth."""
-        optimizer = adahessian.AdaHessian(adahessian.param_groups(self), lr=self.lr, update_every=10, warmup_steps=20)
+        """Measure the curvature at each of the first 20 steps, then at every tenth."""
+        groups = adahessian.param_groups(self)
+        optimizer = adahessian.AdaHessian(groups, lr=self.lr, curvature_every=10, curvature_warmup=20)
         schedule = OneCycleLR(optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def main() -> None:
-    """Train, and say how well it went."""
+    """Train, then print the accuracy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
     epochs = parser.parse_args().epochs
@@ -57,8 +58,10 @@ def main() -> None:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     train, test = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
 
-    measure = AdaHessianCallback(batch_fraction=0.25)  # the one line that AdaHessian needs
-    trainer = Trainer(max_epochs=epochs, callbacks=measure, accelerator="cpu", logger=False, enable_checkpointing=False)
+    callback = CurvatureCallback(batch_fraction=0.25)  # the only addition to the Trainer
+    trainer = Trainer(
+        max_epochs=epochs, callbacks=callback, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
     trainer.fit(Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(test, batch_size=len(test)))
     print(f"test accuracy {trainer.callback_metrics['accuracy']:.1%}")
 

@@ -1,10 +1,10 @@
-"""All of it in one plain loop: several GPUs, bfloat16, accumulation, clipping, a schedule, an EMA, bit-exact resume.
+"""A plain training loop: several GPUs, bfloat16, accumulation, clipping, a schedule, an EMA, bit-exact resume.
 
     pip install adahessian scikit-learn
     python template.py                                # one process
-    torchrun --nproc-per-node 2 template.py           # several, each on its share of every batch
+    torchrun --nproc-per-node 2 template.py           # two processes, each on its own batches
 
-It saves checkpoint.pt in the current folder as it goes. Stop it anywhere and start it again: it goes on bit by bit.
+It saves checkpoint.pt in the current folder. Stop it at any time and start it again: it resumes bit by bit.
 """
 
 import os
@@ -41,13 +41,13 @@ model = DistributedDataParallel(network) if launched else network
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The mean over a batch, for the gradient and for the curvature."""
+    """Return the mean loss of a batch, for the gradient and for the curvature."""
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         return cross_entropy(model(batch[0]), batch[1])
 
 
-optimizer = adahessian.AdaHessian(adahessian.param_groups(network), lr=0.2, update_every=5, warmup_steps=20)
-curvature = adahessian.Curvature(model, loss_fn, optimizer, accumulate=True)
+optimizer = adahessian.AdaHessian(adahessian.param_groups(network), lr=0.2, curvature_every=5, curvature_warmup=20)
+curvature = adahessian.Curvature(model, loss_fn, optimizer)
 schedule = OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS)
 ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.95))
 
@@ -59,13 +59,13 @@ if CHECKPOINT.exists():
         part.load_state_dict(saved[name])
 
 for step in range(first_step, STEPS):
-    # Batches and dropout depend on the step and the rank alone: no random state has to be saved.
+    # Batches and dropout depend on the step and the rank only, so the checkpoint needs no random state.
     torch.manual_seed(step * ranks + rank)
     optimizer.zero_grad()
     for micro in range(MICRO_BATCHES):
         chosen = torch.randint(len(images), (MICRO_BATCH_SIZE,), device=device)
         batch = images[chosen], labels[chosen]
-        curvature.measure(batch)
+        curvature.measure(batch)  # averages the micro-batches of a step
         is_last = micro == MICRO_BATCHES - 1
         with nullcontext() if is_last or not launched else model.no_sync():
             loss = loss_fn(model, batch) / MICRO_BATCHES
@@ -77,7 +77,7 @@ for step in range(first_step, STEPS):
     if rank == 0 and (step + 1) % SAVE_EVERY == 0:
         unfinished = CHECKPOINT.with_suffix(".new")
         torch.save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, unfinished)
-        unfinished.replace(CHECKPOINT)  # at once: whenever it is stopped, there is a whole one
+        unfinished.replace(CHECKPOINT)  # atomic, so there is always a complete checkpoint
 
 if rank == 0:
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""AdaHessian in the Trainer of transformers: a small Llama learns to write a module of the standard library.
+"""Train a small Llama on the source of a Python module with the Trainer of transformers.
 
 On one device, or on two GPUs::
 
@@ -21,16 +21,16 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 steps = parser.parse_args().steps
 
-# Letters are the words of this language, and lines of 64 of them its sentences.
+# The tokens are characters. Each example is 64 characters long.
 text = inspect.getsource(textwrap)
-letters = sorted(set(text))
-words = torch.tensor([letters.index(letter) for letter in text])
-lines = words[: len(words) // 64 * 64].view(-1, 64)
-examples = [{"input_ids": line, "labels": line} for line in lines]
+characters = sorted(set(text))
+tokens = torch.tensor([characters.index(character) for character in text])
+chunks = tokens[: len(tokens) // 64 * 64].view(-1, 64)
+examples = [{"input_ids": chunk, "labels": chunk} for chunk in chunks]
 
 set_seed(0)
 config = LlamaConfig(
-    vocab_size=len(letters),
+    vocab_size=len(characters),
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
@@ -57,8 +57,8 @@ with tempfile.TemporaryDirectory() as folder:
         ),
         train_dataset=examples[:-32],
         eval_dataset=examples[-32:],
-        # Curvature at each of the first steps, then at every fifth.
-        adahessian_settings={"block_size": 32, "eps": 1e-3, "update_every": 5, "warmup_steps": 20},
+        # Measure the curvature at each of the first 20 steps, then at every fifth.
+        optimizer_options={"block_size": 32, "eps": 1e-3, "curvature_every": 5, "curvature_warmup": 20},
     )
     trainer.train()
-    print(f"loss on lines it has not seen: {trainer.evaluate()['eval_loss']:.3f}")
+    print(f"validation loss: {trainer.evaluate()['eval_loss']:.3f}")
