@@ -6,11 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Adagrad, lr_scheduler
 
 from adahessian import AdaHessian, Curvature, CurvatureError, param_groups
@@ -127,8 +123,6 @@ def test_a_model_of_tables_alone_needs_no_curvature():
     assert table.weight.ne(before).any(1).tolist() == [False, True, True, False, False]
 
 
-# The contract of torch.optim -----------------------------------------------------------------------------------------
-
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, [0.01, 0.001], [0.1, 0.01], step_size_up=3),
@@ -165,9 +159,6 @@ def test_grad_scaler_skips_both_kinds_of_groups():
         assert torch.equal(values(model), values(twin))
 
 
-# Bad input -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("option", "name"), [({"weight_decay": 0.1}, "weight_decay"), ({"sparse": False}, "sparse_lr")]
 )
@@ -193,9 +184,6 @@ def test_a_step_without_curvature_moves_no_group():
         optimizer.step()
     assert torch.equal(values(model), before)
     assert not optimizer.state
-
-
-# Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 5])

@@ -15,6 +15,7 @@ from adahessian.algorithm.plan import Measurement, Plan, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
 from adahessian.algorithm.sparse import check_sparse_group, step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
+from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.errors import CurvatureError
 from adahessian.base.shards import check_placement
 from adahessian.hessian.double_backward import Request, products_of, reject_sparse
@@ -65,13 +66,12 @@ class AdaHessian(Optimizer):
         num_probes: Number of Hessian-vector products per measurement. They are averaged before magnitudes are taken.
         curvature_every: Number of steps from one measurement to the next.
         curvature_warmup: Number of initial steps that always measure.
-        steady_start: Average the square of the first measurement with its mean over the tensor,
-            :math:`(D_1^2 + \overline{D_1^2}) / 2`. A single probe is close to zero for some elements, which would make
-            the first steps far too long.
+        steady_start: Average the square of the first measurement with its mean over the tensor. A single probe is close
+            to zero for some elements, which would make the first steps far too long.
         seed: Seed of the probes. No random generator is read or advanced.
         maximize: Maximize the objective instead of minimizing it.
-        capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. When a
-            measurement is due is counted on the host, by calls of ``step``, and replays are not counted.
+        capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. Replays
+            do not count towards ``curvature_every``.
         fused: Update all tensors of a group with one Triton kernel, and measure with kernels too. None does so on CUDA
             wherever it is possible.
 
@@ -91,8 +91,6 @@ class AdaHessian(Optimizer):
 
     _measurement: Measurement | None  # the newest one, until a step uses it
     _overdue_warned: bool
-    _dropped_seen: int  # by diagnose
-    _plan: Plan
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class AdaHessian(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._measurement = None  # the new group has no part in it
+        self._measurement = None  # without the new group
 
     # The curvature comes in ------------------------------------------------------------------------------------------
 
@@ -189,17 +187,14 @@ class AdaHessian(Optimizer):
         own = {param for param, _, _ in parameters_of(self.param_groups)}
         for param, values in diagonal.items():
             if param not in own:
-                what = f"tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
                 raise ValueError(
-                    f"diagonal: the {what} belongs to a parameter that this optimizer does not own. Use the parameters "
-                    "of its param_groups as keys."
+                    "diagonal has a key that is not a parameter of this optimizer. Use those in its param_groups."
                 )
             _check_like("diagonal", param, values)
             if gradients is not None:
                 _check_like("gradients", param, gradients.get(param))
-        params = list(diagonal)
-        products = [values.to(curvature_dtype(p)) if not p.is_complex() else values for p, values in diagonal.items()]
-        self._accept(params, None, [products], None if gradients is None else [gradients[param] for param in params])
+        products = [values.to(accumulation_dtype(param.dtype)) for param, values in diagonal.items()]
+        self._accept([*diagonal], None, [products], None if gradients is None else [gradients[p] for p in diagonal])
 
     def _begin_measurement(self) -> Request:
         """All that a Hessian-vector product may know of this optimizer."""
@@ -225,11 +220,8 @@ class AdaHessian(Optimizer):
     ) -> None:
         """Keep a measurement for the next step, in place of an earlier one for this step.
 
-        Args:
-            params: The parameters.
-            probes: z, one list per probe in the order of ``params``; None stands for ones.
-            products: H z, likewise; None for a parameter that took no part in the loss.
-            gradients: The gradients of the same loss, or None if every block counts as measured.
+        ``probes`` and ``products`` have one list per probe in the order of ``params``. Probes of None stand for ones, a
+        product of None belongs to a parameter that took no part in the loss.
         """
         self._plan.refresh(self.param_groups, self.state)
         self._measurement = self._plan.reduce(params, probes, products, gradients)
@@ -255,10 +247,7 @@ class AdaHessian(Optimizer):
         """Take one step of Algorithm 1.
 
         Gradients that carry their graph (``backward(create_graph=True)``) are differentiated once more if a measurement
-        is due. Their graph is freed in any case.
-
-        Args:
-            closure: Evaluates the model anew, with gradients enabled, calls ``backward`` and returns the loss.
+        is due, and their graph is freed. A closure evaluates the model, calls ``backward`` and returns the loss.
 
         Raises:
             CurvatureError: If no curvature was ever measured, or an operation cannot be differentiated twice.
@@ -336,11 +325,11 @@ class AdaHessian(Optimizer):
         gradients = [param.grad for param in group["params"] if param.grad is not None]
         if group["measurements"] or not gradients:
             return True
-        stands_still = group["lr"] == 0
         # Checkpoint libraries make the state of a fresh optimizer by a step with zero gradients, lr=0 or both.
+        stands_still = group["lr"] == 0
         if self._measurement is not None:
-            return not (stands_still and not _any_nonzero(gradients))
-        if stands_still or not _any_nonzero(gradients):
+            return not (stands_still and _are_zero(gradients))
+        if stands_still or _are_zero(gradients):
             return False
         raise CurvatureError(
             "step() found no curvature, because none has been measured yet. Before optimizer.step(), call "
@@ -408,9 +397,9 @@ class AdaHessian(Optimizer):
 
     def _forget_transients(self) -> None:
         self._measurement = None
-        self._overdue_warned = False
-        self._dropped_seen = 0
         self._plan = Plan()
+        self._overdue_warned = False
+        self._dropped_seen = 0  # by diagnose
 
 
 def _is_due(group: Group) -> bool:
@@ -433,9 +422,8 @@ def _count_step(group: Group, *, measured: bool) -> None:
     group["staleness"] = 1 if measured else group["staleness"] + 1
 
 
-def _any_nonzero(gradients: Sequence[Tensor]) -> bool:
-    """Whether any gradient is not zero. Reading waits for the device."""
-    return any(bool(gradient.any()) for gradient in gradients)
+def _are_zero(gradients: Sequence[Tensor]) -> bool:
+    return not any(bool(gradient.any()) for gradient in gradients)  # waits for the device
 
 
 def _check_like(what: str, param: Tensor, tensor: object) -> None:

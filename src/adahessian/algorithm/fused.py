@@ -33,11 +33,7 @@ Tensors = Sequence[Tensor]
 class FusedTensors:
     """Parameters of one group, device and dtype. Methods take lists in the order of the parameters.
 
-    Args:
-        params: The parameters, all of which pass :func:`can_fuse`.
-        shapes: The shapes of their curvature.
-        positions: The numbers by which their probes are drawn.
-        signed: Average D over a block instead of ``|D|``.
+    All parameters must pass :func:`can_fuse`. Their probes are drawn by ``positions``.
     """
 
     def __init__(self, params: Tensors, shapes: Sequence[Blocks], positions: Sequence[int], *, signed: bool) -> None:

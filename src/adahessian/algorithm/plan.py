@@ -38,12 +38,7 @@ Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
 class Bucket:
     """Parameters of one group that share device, dtype and implementation.
 
-    Args:
-        group: The group.
-        params: The parameters.
-        positions: The numbers by which their probes are drawn.
-        state: The optimizer's states.
-        kernels: The fused kernels, if they take these parameters.
+    Their probes are drawn by ``positions``. ``kernels`` are the fused kernels, if they take these parameters.
     """
 
     def __init__(

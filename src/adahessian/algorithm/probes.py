@@ -38,12 +38,7 @@ def draw_like(param: Tensor, key: int, position: int, out: Tensor | None = None)
 def rademacher(shape: tuple[int, ...], key: int, position: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Draw independent signs, +1 or -1 with equal odds.
 
-    Args:
-        shape: The shape of the signs.
-        key: The seed, the measurement and the probe, from :func:`probe_key`.
-        position: The number of the parameter.
-        dtype: The dtype of the signs, which has no influence on them.
-        device: The device of the signs.
+    The key comes from :func:`probe_key`, and ``position`` is the number of the parameter. The dtype does not matter.
 
     >>> rademacher((6,), probe_key(seed=0, measurement=0, probe=0), 0, dtype=torch.float32, device=torch.device("cpu"))
     tensor([-1.,  1.,  1.,  1.,  1., -1.])

@@ -66,13 +66,9 @@ class CurvatureShape(ABC):
     ) -> Estimate:
         """Reduce the probes z and products H z of one parameter to what is stored.
 
-        Args:
-            probes: z, one tensor per probe; None stands for ones.
-            products: H z, one tensor per probe.
-            gradient: The gradient of the same loss. A block whose gradient and products are all exactly zero took no
-                part in the loss. Without a gradient every block counts as measured.
-            signed: Average D over a block instead of ``|D|``.
-            total: Sums over the ranks that hold the parameter's other shards.
+        Probes of None stand for ones. A block whose gradient and products are all exactly zero took no part in the
+        loss; without a gradient every block counts as measured. ``signed`` averages D over a block instead of ``|D|``,
+        and ``total`` sums over the ranks that hold the parameter's other shards.
         """
         diagonal = hutchinson(probes, products, signed=signed)
         first, *rest = self._average(diagonal, signed, total)

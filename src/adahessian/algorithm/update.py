@@ -64,15 +64,9 @@ def take_step(
         m &\leftarrow \beta_1 m + (1 - \beta_1) \, g && \text{gradient momentum} \\
         \theta &\leftarrow \theta - \frac{\eta}{1 - \beta_1^t} \, \frac{m}{\bar D^{\,k} + \epsilon} && \text{step}
 
-    Args:
-        params: :math:`\theta`, viewed by :meth:`CurvatureShape.view`.
-        grads: :math:`g`, viewed alike.
-        exp_avgs: :math:`m`, viewed alike.
-        denominators: :math:`\bar D^k + \epsilon`, each in a shape that broadcasts. They are overwritten.
-        gradient_scale: Multiplies the gradients; -1 maximizes.
-        step_scale: :math:`-\eta / (1 - \beta_1^t)`, or a tensor with one value per parameter.
-        decay: :math:`1 - \eta \lambda`.
-        momentum_weight: :math:`1 - \beta_1`.
+    ``gradient_scale`` multiplies the gradients; -1 maximizes. ``step_scale`` is :math:`-\eta / (1 - \beta_1^t)`, or a
+    tensor with one value per parameter. ``decay`` is :math:`1 - \eta \lambda`, ``momentum_weight`` is
+    :math:`1 - \beta_1`, and the denominators :math:`\bar D^k + \epsilon` are overwritten.
     """
     if isinstance(decay, Tensor) or decay != 1:
         torch._foreach_mul_(params, decay)

@@ -32,13 +32,8 @@ class Engine:
     """Second derivatives of ``loss_fn(model, batch)``, by a compiled pass if it pays off and works.
 
     The compiled pass is compared with double backward on the first batch. Double backward computes everything if the
-    compiled pass fails or disagrees, and otherwise batches of shapes that are not worth compiling for.
-
-    Args:
-        model: The model.
-        loss_fn: The loss, of the model and a batch.
-        compile: Compile the pass. None: on a GPU, for models that repay it.
-        product_dtype: The dtype to which a compiled pass rounds operands that only feed ``H z``. None: no rounding.
+    compiled pass fails or disagrees, and otherwise batches of shapes that are not worth compiling for. The arguments
+    are those of :class:`adahessian.Curvature`.
     """
 
     def __init__(

@@ -42,14 +42,15 @@ def isolated(
     """Run a model on kernels that can be differentiated twice, and restore its state.
 
     Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and code compiled by
-    ``torch.compile`` runs eagerly. Gradients, buffers and training modes are restored. Hooks on parameters do not run.
+    ``torch.compile`` runs eagerly. Gradients, buffers and training modes are restored. Hooks on the model's parameters
+    and on ``params`` do not run. A compiled pass changes none of these.
 
     Args:
         model: The model.
         substitutes: Functions to run in place of the ``forward`` of layers, called with the layer and its inputs.
-        params: Parameters besides the model's whose hooks do not run either.
+        params: Further parameters to differentiate by.
         keep_buffers: Keep the changes of a pass to buffers, unless it fails.
-        compiled: The pass itself is compiled, and does not change the model's state.
+        compiled: The pass itself is compiled.
     """
     modules, substitutes = list(model.modules()), {**_LOCAL, **substitutes}
     with ExitStack() as stack:
@@ -104,12 +105,7 @@ def _buffers_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def buffers_restored(model: nn.Module, *, on_success: bool = True) -> Iterator[None]:
-    """Restore buffers in place, because compiled code and CUDA graphs know their addresses.
-
-    Args:
-        model: The model.
-        on_success: Restore them even if nothing is raised inside.
-    """
+    """Restore buffers in place, because compiled code and CUDA graphs know their addresses."""
     tensors = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     is_restored = True

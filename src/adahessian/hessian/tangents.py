@@ -36,11 +36,7 @@ def _(direction: Tensor) -> Tensor:
 
 
 class TangentPass(CustomGraphPass):
-    """Compiler pass that removes products with a zero tangent, such as the batch's, and rounds operands of the others.
-
-    Args:
-        dtype: The dtype to round to. None: no rounding.
-    """
+    """Compiler pass that removes products with a zero tangent, such as the batch's, and rounds other operands."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
