@@ -1,6 +1,6 @@
 """Train on handwritten digits with accelerate: accumulated gradients, clipping, a schedule, a checkpoint.
 
-On one device, or on two GPUs::
+Run it on one device or on two GPUs::
 
     pip install "adahessian[accelerate]" scikit-learn
     python accelerate_digits.py
@@ -62,7 +62,7 @@ for epoch in range(args.epochs):
             optimizer.zero_grad()
     accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 
-accelerator.save_state(args.folder)  # accelerator.load_state resumes from it, bit by bit
+accelerator.save_state(args.folder)  # accelerator.load_state resumes from it bit for bit
 model.eval()
 right = []
 with torch.no_grad():

@@ -18,7 +18,7 @@ from adahessian.integrations.lightning import CurvatureCallback
 
 
 class Digits(LightningModule):
-    """A small convolutional network. Only its optimizer is special."""
+    """A small convolutional network. Only its optimizer is specific to AdaHessian."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Digits(LightningModule):
         self.log("accuracy", (self.model(images).argmax(1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self):
-        """Measure the curvature at each of the first 20 steps, then at every tenth."""
+        """Measure the curvature at each of the first 20 steps, then at every tenth step."""
         groups = adahessian.param_groups(self)
         optimizer = adahessian.AdaHessian(groups, lr=self.lr, curvature_every=10, curvature_warmup=20)
         schedule = OneCycleLR(optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches))

@@ -2,9 +2,10 @@
 
     pip install adahessian scikit-learn
     python template.py                                # one process
-    torchrun --nproc-per-node 2 template.py           # two processes, each on its own batches
+    torchrun --nproc-per-node 2 template.py           # two processes, each with its own batches
 
-It saves checkpoint.pt in the current folder. Stop it at any time and start it again: it resumes bit by bit.
+The script saves checkpoint.pt in the current folder. You can stop it at any time. If you start it again, it resumes bit
+for bit.
 """
 
 import os
@@ -59,7 +60,7 @@ if CHECKPOINT.exists():
         part.load_state_dict(saved[name])
 
 for step in range(first_step, STEPS):
-    # Batches and dropout depend on the step and the rank only, so the checkpoint needs no random state.
+    # Batches and dropout depend only on the step and the rank, so the checkpoint needs no random state.
     torch.manual_seed(step * ranks + rank)
     optimizer.zero_grad()
     for micro in range(MICRO_BATCHES):
@@ -77,7 +78,7 @@ for step in range(first_step, STEPS):
     if rank == 0 and (step + 1) % SAVE_EVERY == 0:
         unfinished = CHECKPOINT.with_suffix(".new")
         torch.save({"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}, unfinished)
-        unfinished.replace(CHECKPOINT)  # atomic, so there is always a complete checkpoint
+        unfinished.replace(CHECKPOINT)  # atomic, so that there is always a complete checkpoint
 
 if rank == 0:
     with torch.no_grad():

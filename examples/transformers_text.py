@@ -1,6 +1,6 @@
-"""Train a small Llama on the source of a Python module with the Trainer of transformers.
+"""Train a small Llama on the source code of a Python module with the transformers Trainer.
 
-On one device, or on two GPUs::
+Run it on one device or on two GPUs::
 
     pip install "adahessian[transformers]"
     python transformers_text.py
@@ -57,7 +57,7 @@ with tempfile.TemporaryDirectory() as folder:
         ),
         train_dataset=examples[:-32],
         eval_dataset=examples[-32:],
-        # Measure the curvature at each of the first 20 steps, then at every fifth.
+        # Measure the curvature at each of the first 20 steps, then at every fifth step.
         optimizer_options={"block_size": 32, "eps": 1e-3, "curvature_every": 5, "curvature_warmup": 20},
     )
     trainer.train()

@@ -1,4 +1,4 @@
-"""AdaHessian: second-order training that drops into a PyTorch loop."""
+"""AdaHessian: a second-order optimizer that drops into a PyTorch training loop."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""``python -m adahessian`` is the command, also under torchrun: ``torchrun -m adahessian train ...``."""
+"""Entry point of ``python -m adahessian``. ``torchrun -m adahessian train ...`` works too."""
 
 from importlib import import_module
 
 if __name__ == "__main__":
-    import_module("adahessian.lab.command").main()  # by name: no other file of the library knows the laboratory
+    import_module("adahessian.lab.command").main()  # by name, so that the library never imports the lab itself

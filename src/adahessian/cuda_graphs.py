@@ -1,4 +1,4 @@
-"""CUDA graphs: capture what a function launches once, and replay it without Python."""
+"""CUDA graphs: capture the kernels that a function launches, and replay them without Python."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class CannotCapture(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory on the current device for graphs that do not run at the same time: one graph reuses what another freed."""
+    """Memory on the current device that graphs share, because they never run at the same time."""
 
-    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)  # the name of its type differs between torches
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)  # its type's name depends on the torch version
     # The allocator reuses freed memory on the same stream only. Libraries keep workspaces per stream, too.
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
 
 
 class CapturedFunction(Generic[Result]):
-    """What a function launches, as a CUDA graph. Tensors that exist already are read and written at their addresses.
+    """A function captured as a CUDA graph, which reads and writes existing tensors at their addresses.
 
     Args:
-        function: The function. Three rehearsals run before the capture. They must not wait for the device.
-        model: The model whose buffers the rehearsals and the capture leave unchanged. Random states are restored too.
-        memory: Memory shared with other graphs. Running one of them may overwrite this one's result.
+        function: The function. It runs three times before the capture, and must not synchronize with the device.
+        model: The model. Rehearsals and capture leave its buffers and all random states unchanged.
+        memory: Memory shared with other graphs. Replaying another graph may overwrite this graph's result.
 
     Raises:
-        CannotCapture: If the function fails, waits for the device, draws random numbers on the host or replaces
+        CannotCapture: If the function fails, synchronizes with the device, draws random numbers on the host or replaces
             buffers of the model.
     """
 
-    is_random: bool  # it draws random numbers on the device, so a replay advances the device's generator
+    is_random: bool  # whether replays draw random numbers, which advances the device's generator
 
     def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory) -> None:
         with autocast_cache_disabled():
@@ -55,7 +55,7 @@ class CapturedFunction(Generic[Result]):
             try:
                 with (
                     _failing_means_uncaptured(),
-                    # thread_local: other threads, such as those that load data, may allocate meanwhile.
+                    # thread_local, because other threads, such as data loaders, may allocate memory.
                     torch.cuda.graph(self._graph, memory.pool, memory.stream, capture_error_mode="thread_local"),
                 ):
                     self._result = function()
@@ -79,7 +79,7 @@ class CapturedFunction(Generic[Result]):
                     with _waiting_forbidden():
                         function()
             finally:
-                # Buffers are restored next, but not while the side stream still writes to them.
+                # The side stream must finish writing to buffers before they are restored.
                 torch.cuda.current_stream().wait_stream(stream)
             self.is_random = not torch.equal(on_device, torch.cuda.get_rng_state())
             if on_host != _host_random_states():
@@ -96,9 +96,9 @@ def cuda_device_of(model: nn.Module) -> torch.device | None:
 
 @contextmanager
 def autocast_cache_disabled() -> Iterator[None]:
-    """Make autocast cast the weights anew. A graph would otherwise read weights that were cast before its capture."""
+    """Disable autocast's cache. A graph would otherwise read weights that were cast before its capture."""
     enabled = torch.is_autocast_cache_enabled()
-    # An autocast inside the loss clears its cache itself. Another state of the cache would mean recompilation.
+    # An autocast inside the loss clears its own cache. Disabling the cache there would trigger recompilation.
     if torch.is_autocast_enabled("cuda"):
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
@@ -121,11 +121,11 @@ def _failing_means_uncaptured() -> Iterator[None]:
 
 @contextmanager
 def _waiting_forbidden() -> Iterator[None]:
-    """Raise an error where the host would wait for the device, because a capture does not survive that."""
+    """Raise an error if the host synchronizes with the device, because that would end a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
+            warnings.simplefilter("ignore")  # PyTorch warns that this mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         yield
     finally:

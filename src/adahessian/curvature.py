@@ -1,4 +1,4 @@
-"""The curvature pass: joins the optimizer, the Hessian-vector product, and the processes that train together."""
+"""The curvature pass: connects the optimizer, the Hessian-vector product and the ranks that train together."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Curvature(Generic[Model]):
-    """Measures the curvature of a loss for an optimizer, in a pass of its own.
+    """A separate pass that measures the curvature of a loss for an optimizer.
 
-    The gradient is computed as before. The pass restores gradients, buffers (batch-norm statistics), train and eval
-    modes and random states, so it changes neither dropout masks nor the order of the data. Hooks on parameters are not
-    called, but hooks on modules are. SyncBatchNorm uses the statistics of its own process. Copies and pickles contain
-    the model and the optimizer, but not compiled code.
+    Your loop computes the gradient as before. The pass restores gradients, buffers, train and eval modes and random
+    states, so batch-norm statistics, dropout masks and the order of the data stay the same. Hooks on modules run, but
+    hooks on parameters do not. SyncBatchNorm uses the statistics of the local rank. Copies and pickles contain the
+    model and the optimizer, but not compiled code.
 
     Args:
         model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
         optimizer: The optimizer that uses the curvature and knows when it is due.
-        batch_fraction: Share of each batch to measure on, above 0 and up to 1. Every tensor in the batch is sliced to
-            its first examples, so pass tensors without a batch dimension, such as a mask, through a closure.
-        batch_dim: Dimension of the batch's tensors that counts examples.
+        batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. Every tensor in the batch is sliced
+            to its first examples, so pass tensors without a batch dimension, such as a mask, through a closure.
+        batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
-        product_dtype: ``torch.bfloat16`` rounds operands in a compiled pass that only ``H z`` needs, which is faster.
-        scaler: The ``GradScaler`` of a loop in float16. The pass scales its loss by a factor of its own, which begins
-            with the scaler's and decreases if second derivatives overflow.
-        process_group: The processes whose gradients and curvature are averaged. ``"auto"`` takes those of
-            ``DistributedDataParallel`` or ``fully_shard``. None is for a model of this process alone.
+        product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
+        scaler: ``GradScaler`` of a float16 loop. The pass has a loss scale of its own, which starts at the scaler's and
+            decreases if second derivatives overflow.
+        process_group: Process group over which gradients and curvature are averaged. ``"auto"`` uses the group of
+            ``DistributedDataParallel`` or ``fully_shard``. Pass None if this process trains the model alone.
 
     Raises:
         TypeError: If the model, ``loss_fn``, the optimizer or the scaler has the wrong type.
-        ValueError: If an argument is out of its range, or the model's wrapper is not supported.
+        ValueError: If an argument is out of range, or the model's wrapper is not supported.
 
     Example:
         >>> import adahessian
@@ -77,7 +77,7 @@ class Curvature(Generic[Model]):
         scaler: GradScaler | None = None,
         process_group: dist.ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
-        # Trainers wrap optimizers, and a wrapper does not pass on everything.
+        # Trainers wrap optimizers, and a wrapper does not expose every attribute.
         while hasattr(inner := getattr(optimizer, "optimizer", None), "step"):
             optimizer = cast(AdaHessian, inner)
         if not (isinstance(model, nn.Module) and callable(loss_fn) and isinstance(optimizer, AdaHessian)):
@@ -91,7 +91,7 @@ class Curvature(Generic[Model]):
         if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
             raise ValueError(f"batch_fraction={batch_fraction!r} is invalid. Pass a number above 0 and at most 1.")
         if not (is_integer(batch_dim) and batch_dim >= 0):
-            raise ValueError(f"batch_dim={batch_dim!r} is invalid. Pass an integer, 0 or more.")
+            raise ValueError(f"batch_dim={batch_dim!r} is invalid. Pass a non-negative integer.")
         if not (compile is None or isinstance(compile, bool)):
             raise ValueError(f"compile={compile!r} is invalid. Pass True, False or None.")
         if product_dtype not in (None, torch.bfloat16):
@@ -109,23 +109,23 @@ class Curvature(Generic[Model]):
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
-        """Measure the curvature on a slice of the batch if a measurement is due, and return whether it was.
+        """Measure the curvature if a measurement is due, and return whether it was due.
 
-        Call it before ``optimizer.step()``, which uses the mean of the micro-batches measured since the last step. All
-        processes must call it. Save checkpoints after the step, because they do not contain an unused measurement.
+        Call it before ``optimizer.step()``, which uses the mean over the micro-batches since the last step. All ranks
+        must call it. Save checkpoints after the step, because they do not contain an unused measurement.
 
         Args:
-            batch: What ``loss_fn`` takes: tensors in tuples, lists, dicts and dataclasses.
-            weight: The weight of this batch in the mean over processes and micro-batches. Pass the number of tokens if
-                the objective is a mean over all tokens. Averaging gradients corresponds to equal weights.
+            batch: The batch for ``loss_fn``: tensors in tuples, lists, dicts and dataclasses.
+            weight: Weight of this batch in the mean over ranks and micro-batches. Equal weights match averaged
+                gradients. If the objective is a mean over all tokens, pass the number of tokens.
 
         Raises:
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
-            ValueError: If the batch cannot be sliced, the weight is negative, or parameters changed before the step.
+            ValueError: If the batch cannot be sliced, the weight is invalid, or parameters changed before the step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
-            raise ValueError(f"weight={weight!r} is invalid. Pass a finite number, 0 or more.")
+            raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
         optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
         is_next = pending.is_next(optimizer)
         if not (is_next or optimizer.curvature_due):
@@ -139,9 +139,9 @@ class Curvature(Generic[Model]):
         with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
             measure = partial(self.engine.measure, batch, request._replace(params=params))
             derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
-        # Reading the loss would wait for any other device. There, diagnose reports the dropped measurements.
+        # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
         if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
-            warn_once("loss_fn returned inf or NaN. The measurement is dropped, and adahessian.diagnose counts it.")
+            warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
         pending.add(optimizer, request, derivatives, weight)
         return True
 
@@ -161,9 +161,9 @@ class Curvature(Generic[Model]):
 
 
 class _Pending:
-    """What was measured for the next step, which calls it as a pre-hook to average over ranks.
+    """The measurement for the next step, which calls this pre-hook to average it over ranks.
 
-    It does not know the Curvature and its model, because a hook of the optimizer would keep them alive.
+    It holds no reference to the Curvature or its model, because a hook of the optimizer would keep them alive.
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
@@ -174,14 +174,14 @@ class _Pending:
         self.request: Any = request
         self._accepted: object = None
         self._mean: ProductMean | None = None
-        self._waiting: list[Any] = []  # to be added to the mean, but a single batch needs no mean
+        self._waiting: list[Any] = []  # not added to the mean yet, because a single batch needs none
 
     def is_next(self, optimizer: AdaHessian) -> bool:
-        """Whether the next step uses this measurement, rather than another one or none."""
+        """Return whether the next step will use this measurement."""
         return self._accepted is not None and self._accepted is optimizer._measurement
 
     def add(self, optimizer: AdaHessian, request: Request, derivatives: Derivatives, weight: float) -> None:
-        """Add a batch, and let the optimizer use the mean so far."""
+        """Add a batch, and pass the mean so far to the optimizer."""
         is_first = not self.is_next(optimizer)
         if is_first:
             self._reset(request)
@@ -195,7 +195,7 @@ class _Pending:
             result = self._mean.result(None) if self._mean else self._waiting[0][:2]
             optimizer._accept(request.params, derivatives.probes, *result)
         elif is_first:
-            optimizer._accept([], None, [], None)  # so that nothing is due. The curvature of one rank is not used
+            optimizer._accept([], None, [], None)  # so that none is due. The mean over ranks follows in step
         self._accepted = optimizer._measurement
 
     def __call__(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -204,7 +204,7 @@ class _Pending:
             self._complete(optimizer)
             return None
 
-        def measuring_closure() -> Any:  # what the closure measures belongs to this step
+        def measuring_closure() -> Any:  # this step uses what the closure measures
             loss = closure()
             self._complete(optimizer)
             return loss
@@ -214,19 +214,19 @@ class _Pending:
     def _complete(self, optimizer: AdaHessian) -> None:
         if self._ranks is not None and self._mean is not None and self.is_next(optimizer):
             params, num_probes, draw = self.request
-            # Drawn again, because keeping the probes until now would take memory in the gradient's pass.
+            # Drawn again, because keeping the probes would take memory during the gradient's pass.
             optimizer._accept(params, list(map(draw, range(num_probes))), *self._mean.result(self._ranks))
         self._reset()
 
 
 def _check_arguments_of(loss_fn: Callable[..., Any]) -> None:
-    """Reject a loss that does not take a model and a batch, such as a loss of torch.nn."""
+    """Raise a TypeError if a loss does not take a model and a batch, such as the losses of torch.nn."""
     if isinstance(loss_fn, nn.modules.loss._Loss):
         call = f"lambda model, batch: torch.nn.{type(loss_fn).__name__}()(model(batch[0]), batch[1])"
         raise TypeError(f"loss_fn takes outputs and targets, but is called with a model and a batch. Pass {call}.")
     try:
         inspect.signature(loss_fn).bind(object(), object())
-    except ValueError:  # Python does not know the arguments of a builtin
+    except ValueError:  # builtins may have no signature
         return
     except TypeError as error:
         raise TypeError(f"loss_fn is called as loss_fn(model, batch), but {error}. Pass a function of both.") from error

@@ -1,4 +1,4 @@
-"""What an optimizer is doing, in numbers to log every so many steps."""
+"""Numbers about an optimizer, to log every few steps."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from adahessian.base.shards import gather
 from adahessian.optimizer import AdaHessian
 
 Values = dict[str, float]
-Reading = dict[str, Any]  # numbers, and tensors of one element until they have been read
+Reading = dict[str, Any]  # numbers, or one-element tensors that have not been read yet
 
 
 def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_parameter: bool = False) -> dict[str, float]:
     r"""Summarize the optimizer's state in about ten numbers, ready for ``wandb.log``.
 
     - ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement) and
-      ``dropped_measurements`` (of single parameters, because of inf or NaN), with a warning if it has grown.
+      ``dropped_measurements`` (per parameter, because of inf or NaN), with a warning if their number has grown.
     - ``grad_norm``, ``param_norm`` and ``update_norm``, the norm of the newest step
       :math:`\eta \, \hat m / (\bar D^k + \epsilon)` without weight decay. ``update_ratio`` is ``update_norm`` divided
-      by ``param_norm``, and ``update_ratio_max`` the largest ratio of a single parameter.
+      by ``param_norm``. ``update_ratio_max`` is the largest ratio of a single parameter.
     - ``hessian_rms``, the root mean square of :math:`\bar D` where it has been measured.
-    - ``at_eps``, the share of :math:`\bar D^k` below :math:`\epsilon`, where :math:`\epsilon` determines the step.
-    - ``unmeasured``, the share that takes no step because no measurement has reached it yet.
+    - ``at_eps``, the fraction of elements whose :math:`\bar D^k` is below :math:`\epsilon`, which then sets the step.
+    - ``unmeasured``, the fraction of elements that take no step because no measurement has reached them yet.
 
-    Numbers without a value so far are left out, and so are groups with ``sparse=True``. Reading waits once for each
+    Numbers without a value so far are left out, and so are groups with ``sparse=True``. The call synchronizes once per
     device. If parameters are sharded, all ranks must call it, and all get the numbers of the whole parameters.
 
     Args:
         optimizer: The optimizer.
-        model: The model that names the parameters. By default they have the names in their group, or numbers.
-        per_parameter: Add the numbers of each parameter as ``"<what>/<name>"``, the largest ``update_ratio`` first.
-            ``decay_ratio`` is the norm of the newest weight decay divided by ``update_norm``.
+        model: The model whose parameter names to use. The default is the names in the groups, or numbers.
+        per_parameter: Add the numbers of each parameter as ``"<what>/<name>"``, with the largest ``update_ratio``
+            first. ``decay_ratio`` is the norm of the newest weight decay divided by ``update_norm``.
 
     Raises:
-        TypeError: If ``optimizer`` is not an AdaHessian, or ``model`` not a ``torch.nn.Module``.
+        TypeError: If ``optimizer`` is not an AdaHessian, or ``model`` is not a ``torch.nn.Module``.
         ValueError: If the model has none of the optimizer's parameters.
 
     Example:
@@ -72,16 +72,16 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
     report = {count: float(max((group[count] for group in groups), default=0)) for count in counts}
     report["dropped_measurements"] = dropped = sum(read["dropped"] for read in readings)
     report |= _summarize(readings)
-    report.pop("decay_ratio", None)  # only of single parameters
+    report.pop("decay_ratio", None)  # reported per parameter only
     if "update_ratio" in report:
         report["update_ratio_max"] = rows[0][1].get("update_ratio", 0.0)
     if per_parameter:
         report |= {f"{what}/{name}": value for name, values in rows for what, value in values.items()}
     if dropped > optimizer._dropped_seen:
         warnings.warn(
-            f"{int(dropped)} curvature measurements of single parameters were inf or NaN and have been dropped. Look "
-            "for inf or NaN in the batches and the loss, and for overflow in low precision. If the loss diverges, "
-            "lower lr.",
+            f"{int(dropped)} curvature measurements of single parameters were inf or NaN and have been dropped. Check "
+            "the batches and the loss for inf or NaN, use a higher precision if they overflow, and lower lr if the "
+            "loss diverges.",
             stacklevel=2,
         )
     optimizer._dropped_seen = int(dropped)
@@ -89,12 +89,12 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
 
 
 def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterator[tuple[str, Tensor, Group]]:
-    """Iterate over the parameters with elements, by the model's name, the group's name or a number."""
+    """Iterate over parameters that are not empty, named by the model, by their group or by numbers."""
     # Names should not depend on whether the model has been compiled.
     named = () if model is None else model.named_parameters()
     names = {param: name.replace("_orig_mod.", "") for name, param in named}
     if names and not any(param in names for group in optimizer.param_groups for param in group["params"]):
-        raise ValueError("model has none of the optimizer's parameters. Pass the model that it trains, not a copy.")
+        raise ValueError("model has none of the optimizer's parameters. Pass the model that the optimizer trains.")
     for i, group in enumerate(optimizer.param_groups):
         for j, param in enumerate(group["params"]):
             if param.numel() and not group["sparse"]:
@@ -104,7 +104,7 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
 
 @torch.no_grad()
 def _measure(param: Tensor, group: Group, state: State) -> Reading:
-    """Compute what is to be read of a parameter, with means over its blocks."""
+    """Compute the numbers of a parameter, with means over its blocks."""
     found = {"size": param.numel(), "lr": group["lr"], "step": 0.0, "dropped": 0.0, "unmeasured": 1.0, "squares": 0.0}
     found["param_norm"] = _norm(param)
     if param.grad is not None:
@@ -127,7 +127,7 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
 
 
 def _summarize(readings: Sequence[Reading]) -> Values:
-    """Summarize what was read of some parameters."""
+    """Summarize the readings of some parameters."""
     values: Values = {}
     for what in ("grad_norm", "param_norm", "update_norm", "decay_norm"):
         if norms := [read[what] for read in readings if what in read]:
@@ -151,7 +151,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _read_tensors(readings: Sequence[Reading]) -> None:
-    """Replace tensors by their numbers, in one transfer per device."""
+    """Replace tensors with numbers, in one transfer per device."""
     tensors = [(read, what, value) for read in readings for what, value in read.items() if isinstance(value, Tensor)]
     for device in {tensor.device for _, _, tensor in tensors}:
         here = [each for each in tensors if each[-1].device == device]

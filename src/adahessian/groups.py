@@ -1,4 +1,4 @@
-"""Parameter groups of a model. The file is not named after its function, which the package exports."""
+"""Parameter groups of a model. The file is not named after its function, because the package exports the function."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def param_groups(
     decay_bias_and_norm: bool = True,
     sparse_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Group a model's parameters by the kind of their modules.
+    """Group a model's parameters by module type.
 
-    The curvature of convolutions is averaged over their kernels. Other parameters of four and five dimensions, which
-    the optimizer would take for kernels, are averaged over rows. All others follow the optimizer's ``averaging``.
+    The curvature of convolutions is averaged over their kernels. Other parameters with four or five dimensions are
+    averaged over rows, although ``averaging="auto"`` would treat them as kernels. All others follow the optimizer.
 
     Args:
         model: The model.
-        weight_decay: Weight decay of the groups. None leaves it to the optimizer's argument.
+        weight_decay: Weight decay of the groups. None uses the optimizer's ``weight_decay``.
         decay_bias_and_norm: Apply weight decay to vectors, scalars and the parameters of normalization layers too.
-        sparse_lr: Learning rate of Adagrad for embedding tables with ``sparse=True``. They form the last group, without
-            weight decay. None leaves them in the other groups.
+        sparse_lr: Adagrad's learning rate for embedding tables with ``sparse=True``. The tables form the last group,
+            without weight decay. None leaves them in the other groups.
 
     Returns:
         Groups of named parameters, each in the order of ``model.named_parameters()``. Frozen parameters are included,
@@ -56,7 +56,7 @@ def param_groups(
     groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         prefix = name.rpartition(".")[0]
-        if isinstance(model.get_submodule(prefix), ParametrizationList):  # holds parameters of the module around it
+        if isinstance(model.get_submodule(prefix), ParametrizationList):  # it holds parameters of its parent module
             prefix = prefix.rpartition(".parametrizations.")[0]
         module = model.get_submodule(prefix)
         averaging = "kernel" if isinstance(module, _ConvNd) else "row" if param.dim() in (4, 5) else None

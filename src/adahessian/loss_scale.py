@@ -1,7 +1,7 @@
-"""Loss scaling for float16: the curvature pass scales its own loss, and the classic loop divides by the scaler's scale.
+"""Loss scaling for float16, in the curvature pass and in the classic loop.
 
-``GradScaler`` divides gradients by its scale, because derivatives below 6e-8 vanish in float16. It does not divide
-second derivatives, which are too large by the same factor. Second derivatives also overflow at smaller scales.
+``GradScaler`` scales the loss up, because derivatives below 6e-8 vanish in float16. It scales gradients back, but not
+second derivatives, which stay too large by the same factor. Second derivatives also overflow at smaller scales.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _GROWTH_INTERVAL = 100  # measurements without an overflow before the scale is d
 
 
 class LossScale:
-    """A loss, multiplied by a scale that begins with the scale of an enabled scaler."""
+    """A loss multiplied by a scale, which starts at the scale of an enabled ``GradScaler``."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], scaler: GradScaler) -> None:
         self._loss_fn, self._scaler = loss_fn, scaler
         self._scale: float | None = None
-        self._factor = torch.ones(())  # the scale in a tensor, because compiled code is specific to a number
+        self._factor = torch.ones(())  # the scale as a tensor, because compiled code treats numbers as constants
         self._clean_measurements = 0
         self._is_hopeless = False
 
@@ -43,10 +43,10 @@ class LossScale:
     def unscaled(
         self, measure: Callable[[], Derivatives], params: Sequence[Tensor], ranks: Ranks | None, *, counts: bool = True
     ) -> Derivatives:
-        """Measure, again at smaller scales if derivatives overflow, and divide the loss and the products by the scale.
+        """Measure, retry at smaller scales if derivatives overflow, and divide the loss and the products by the scale.
 
-        If some products overflow at every scale, return the attempt with the fewest. The optimizer drops them. The
-        ranks agree on whether to measure again. ``counts`` tells whether the result of this rank is used.
+        If products overflow at every scale, return the attempt with the fewest overflows, which the optimizer drops.
+        All ranks retry together. ``counts`` says whether the result of this rank is used.
         """
         device = params[0].device if params else torch.device("cpu")
         scale = self._scaler.get_scale() if self._scale is None else self._scale
@@ -59,7 +59,7 @@ class LossScale:
             of_loss, of_gradients, of_products = (failures if ranks is None else ranks.sum_(failures)).tolist()
             if of_products < fewest:
                 fewest, best_scale, best = of_products, scale, found
-            if of_loss:  # the batch is to blame, and not the scale
+            if of_loss:  # caused by the batch, not by the scale
                 break
             if not of_gradients and not of_products:
                 self._is_hopeless = False
@@ -71,7 +71,7 @@ class LossScale:
             scale /= _BACK_OFF
         else:
             self._is_hopeless = True
-            warn_once("some second derivatives overflow in float16 at every loss scale tried, so they are dropped")
+            warn_once("Some second derivatives overflow in float16 at every scale tried and are dropped. Try bfloat16.")
         self._scale = best_scale if self._is_hopeless else scale
         products = [[None if each is None else each / best_scale for each in of_probe] for of_probe in best.products]
         return best._replace(loss=best.loss / best_scale, products=products)
@@ -83,12 +83,12 @@ def _not_finite(tensors: Iterable[Tensor | None], device: torch.device) -> Tenso
 
 
 def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    """Return the factor by which a scaler multiplies losses, without waiting for the device."""
+    """Return the factor by which a scaler multiplies losses, without a device sync."""
     return scaler.scale(torch.ones((), device=device))
 
 
 def calling_scaler() -> GradScaler | None:
-    """Return the scaler whose ``step`` is calling, found among the callers because it tells the optimizer nothing."""
+    """Return the scaler whose ``step`` is running, found on the call stack because it tells the optimizer nothing."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
         frame = frame.f_back

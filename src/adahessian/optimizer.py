@@ -1,4 +1,4 @@
-"""The optimizer that users hold: arguments, groups, step, state dict."""
+"""The AdaHessian optimizer: arguments, parameter groups, step and state dict."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ class AdaHessian(Optimizer):
         \theta_t &= \theta_{t-1} - \eta \, \big( m_t / (\bar D_t^{\,k} + \epsilon) + \lambda \theta_{t-1} \big)
             && \text{step, decoupled weight decay}
 
-    The defaults are Algorithm 1 of the paper, with the curvature measured at every step. The curvature comes in by one
-    of three ways, which give the same update:
+    The defaults are Algorithm 1 of the paper, with the curvature measured at every step. There are three ways to
+    measure it. On the same batch, all three give the same update:
 
-    1. :class:`adahessian.Curvature` measures it in a pass of its own, apart from the gradient (recommended);
-    2. ``loss.backward(create_graph=optimizer.curvature_due)``, then ``optimizer.step()``, which frees the graph;
-    3. ``optimizer.step(closure)``, where the closure calls ``backward`` as in 2.
+    1. :class:`adahessian.Curvature` measures the curvature in a separate pass (recommended).
+    2. ``loss.backward(create_graph=optimizer.curvature_due)`` keeps the graph for ``optimizer.step()``, which frees it.
+    3. ``optimizer.step(closure)`` runs a closure that calls ``backward`` as in 2.
 
-    Every argument can be set per parameter group. One measurement serves all groups: it is due as soon as any group
-    wants one, and takes the largest ``num_probes``. Groups with ``sparse=True`` hold embedding tables with sparse
-    gradients and are updated by Adagrad; :func:`adahessian.param_groups` makes them.
+    Every argument can be set per parameter group. One measurement serves all groups. It is due as soon as any group
+    needs one, and it uses the largest ``num_probes``. Groups with ``sparse=True`` hold embedding tables with sparse
+    gradients, and Adagrad updates them. :func:`adahessian.param_groups` creates such groups.
 
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate :math:`\eta`, a float or a tensor of one element.
-        betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the Hessian momentum, the latter
-            per measurement.
-        eps: Added to the denominator. It is on the scale of the loss.
+        params: Parameters, named parameters or parameter groups.
+        lr: Learning rate :math:`\eta`, a float or a one-element tensor.
+        betas: Decay rates :math:`\beta_1` of the gradient momentum, per step, and :math:`\beta_2` of the Hessian
+            momentum, per measurement.
+        eps: Constant added to the denominator, on the scale of the loss.
         weight_decay: Decoupled weight decay :math:`\lambda`, as in AdamW.
         hessian_power: Hessian power :math:`k`, from 0 (gradient descent with momentum) to 1.
-        block_size: Number of consecutive elements of a row that share one curvature. A row's last block may be shorter.
-        averaging: ``"kernel"`` averages over all dimensions after the second, ``"row"`` over ``block_size`` elements
-            of a row, ``"none"`` not at all. ``"auto"`` takes four and five dimensions for kernels and everything else
-            for rows. ``"factored"`` keeps mean squares of rows and columns, which needs little memory. Vectors and
-            scalars are never averaged.
-        signed: Average :math:`D` (the paper's equation) instead of :math:`|D|` (the authors' code, to which the
-            paper's learning rates belong).
+        block_size: Number of consecutive elements of a row that share one value. A row's last block may be shorter.
+        averaging: ``"kernel"`` averages over all dimensions after the second, ``"row"`` averages over ``block_size``
+            elements of a row, and ``"none"`` does not average. ``"auto"`` treats tensors with four or five dimensions
+            as kernels and all others as rows. ``"factored"`` stores mean squares per row and per column, which needs
+            little memory. Vectors and scalars are never averaged.
+        signed: Average :math:`D`, as in the paper's equation, instead of :math:`|D|`, as in the authors' code. The
+            paper's learning rates are for :math:`|D|`.
         num_probes: Number of Hessian-vector products per measurement. They are averaged before magnitudes are taken.
         curvature_every: Number of steps from one measurement to the next.
         curvature_warmup: Number of initial steps that always measure.
-        steady_start: Average the square of the first measurement with its mean over the tensor. A single probe is close
-            to zero for some elements, which would make the first steps far too long.
-        seed: Seed of the probes. No random generator is read or advanced.
+        steady_start: Average the square of the first measurement with its mean over the tensor. An estimate from one
+            probe is close to zero for some elements, which would make the first steps far too long.
+        seed: Seed of the probes. Random generators are neither read nor advanced.
         maximize: Maximize the objective instead of minimizing it.
         capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. Replays
             do not count towards ``curvature_every``.
-        fused: Update all tensors of a group with one Triton kernel, and measure with kernels too. None does so on CUDA
-            wherever it is possible.
+        fused: Use Triton kernels for updates and measurements, with one launch for all tensors of a group. None uses
+            them on CUDA wherever possible.
 
     Raises:
-        ValueError: If an argument is out of its range.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -86,10 +86,10 @@ class AdaHessian(Optimizer):
         >>> optimizer.step()
     """
 
-    # timm's training script asks this once, and then calls backward(create_graph=True) at every step.
+    # If True, timm's training script calls backward(create_graph=True) at every step.
     is_second_order = True
 
-    _measurement: Measurement | None  # the newest one, until a step uses it
+    _measurement: Measurement | None  # the newest measurement, until a step uses it
     _overdue_warned: bool
 
     def __init__(
@@ -131,8 +131,8 @@ class AdaHessian(Optimizer):
             "capturable": capturable,
             "fused": fused,
             "sparse": False,
-            # Counts, not options. They are in the groups because every kind of checkpoint keeps those: steps taken,
-            # measurements used, and steps that the newest measurement has served.
+            # Counts, not options: steps taken, measurements used, and steps taken with the newest measurement. They
+            # are in the groups because every kind of checkpoint saves the groups.
             "steps": 0,
             "measurements": 0,
             "staleness": 0,
@@ -142,10 +142,10 @@ class AdaHessian(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. It is measured, with all others, at the next step.
+        """Add a parameter group. The next step measures all groups.
 
         Raises:
-            ValueError: If an option of the group is out of its range.
+            ValueError: If an option of the group is out of range.
         """
         if isinstance(param_group, dict):
             validate({**self.defaults, **param_group})
@@ -156,39 +156,39 @@ class AdaHessian(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._measurement = None  # without the new group
+        self._measurement = None  # it lacks the new group
 
-    # The curvature comes in ------------------------------------------------------------------------------------------
+    # Measurements ----------------------------------------------------------------------------------------------------
 
     @property
     def curvature_due(self) -> bool:
-        """Whether the next step wants a measurement that it does not have yet."""
+        """Whether the next step still needs a measurement."""
         return self._measurement is None and any(map(_is_due, self._measured_groups()))
 
     @torch.no_grad()
     def set_curvature(
         self, diagonal: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None = None
     ) -> None:
-        """Hand over a Hessian diagonal of your own, for the next step to use.
+        """Set a Hessian diagonal of your own for the next step to use.
 
         Args:
-            diagonal: For each parameter a tensor of its shape. For a sharded parameter it is the whole tensor or one
-                that is sharded alike, and the same on all ranks. Leave out parameters that took no part in the loss.
-            gradients: For each of these parameters the gradient of the same loss. A block whose gradient and diagonal
-                are all zero, such as the embedding of a word that did not occur, takes no step until it has been
-                measured. Without gradients every block counts as measured.
+            diagonal: Maps each parameter to a tensor of its shape, the same on all ranks. For a sharded parameter, the
+                tensor may be whole or sharded alike. Leave out parameters that took no part in the loss.
+            gradients: Maps each of these parameters to its gradient of the same loss. If the gradient and the diagonal
+                of a block are all zero, as for the embedding of a word that did not occur, the block takes no step
+                until it is measured. Without gradients, every block counts as measured.
 
         Raises:
             TypeError: If ``diagonal`` is not a mapping.
-            ValueError: If a parameter is not this optimizer's, or a tensor does not have the shape of its parameter.
+            ValueError: If a parameter does not belong to this optimizer, or a tensor does not have its shape.
         """
         if not isinstance(diagonal, Mapping):
-            raise TypeError(f"diagonal is a {type(diagonal).__name__}. Pass a dict from parameters to tensors.")
+            raise TypeError(f"diagonal is a {type(diagonal).__name__}. Pass a dict that maps parameters to tensors.")
         own = {param for param, _, _ in parameters_of(self.param_groups)}
         for param, values in diagonal.items():
             if param not in own:
                 raise ValueError(
-                    "diagonal has a key that is not a parameter of this optimizer. Use those in its param_groups."
+                    "diagonal has a key that is not a parameter of this optimizer. Use the parameters in param_groups."
                 )
             _check_like("diagonal", param, values)
             if gradients is not None:
@@ -197,7 +197,7 @@ class AdaHessian(Optimizer):
         self._accept([*diagonal], None, [products], None if gradients is None else [gradients[p] for p in diagonal])
 
     def _begin_measurement(self) -> Request:
-        """All that a Hessian-vector product may know of this optimizer."""
+        """Return what a Hessian-vector product needs from this optimizer."""
         groups = self._measured_groups()
         params = [param for group in groups for param in group["params"] if param.requires_grad]
         num_probes = max((int(group["num_probes"]) for group in groups), default=1)
@@ -218,16 +218,16 @@ class AdaHessian(Optimizer):
         products: Sequence[Sequence[Tensor | None]],
         gradients: Sequence[Tensor | None] | None,
     ) -> None:
-        """Keep a measurement for the next step, in place of an earlier one for this step.
+        """Keep a measurement for the next step. It replaces an earlier measurement for the same step.
 
-        ``probes`` and ``products`` have one list per probe in the order of ``params``. Probes of None stand for ones, a
-        product of None belongs to a parameter that took no part in the loss.
+        ``probes`` and ``products`` have one list per probe, in the order of ``params``. ``probes=None`` means probes of
+        all ones. A product of None marks a parameter that took no part in the loss.
         """
         self._plan.refresh(self.param_groups, self.state)
         self._measurement = self._plan.reduce(params, probes, products, gradients)
 
     def _shapes(self, params: Sequence[Tensor]) -> list[CurvatureShape]:
-        """The shapes of the curvature of these parameters, whole ones where they are sharded."""
+        """Return the curvature shapes of these parameters. Sharded parameters count as whole."""
         groups = {param: group for param, group, _ in parameters_of(self.param_groups)}
         return [shape_of(param, groups[param]) for param in params]
 
@@ -246,11 +246,11 @@ class AdaHessian(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step of Algorithm 1.
 
-        Gradients that carry their graph (``backward(create_graph=True)``) are differentiated once more if a measurement
-        is due, and their graph is freed. A closure evaluates the model, calls ``backward`` and returns the loss.
+        If a measurement is due, gradients with a graph (``backward(create_graph=True)``) are differentiated once more.
+        Their graph is freed. A closure must evaluate the model, call ``backward`` and return the loss.
 
         Raises:
-            CurvatureError: If no curvature was ever measured, or an operation cannot be differentiated twice.
+            CurvatureError: If no curvature has been measured, or an operation cannot be differentiated twice.
             RuntimeError: If a gradient is sparse, or a state does not fit its parameter.
         """
         self._accelerator_graph_capture_health_check()
@@ -259,7 +259,7 @@ class AdaHessian(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        # Everything that can fail comes before the first change.
+        # Everything that can fail runs before anything changes.
         self._check_gradients()
         self._measure_from_graph()
         self._warn_if_overdue()
@@ -287,7 +287,7 @@ class AdaHessian(Optimizer):
                     reject_sparse(param.grad)
 
     def _measure_from_graph(self) -> None:
-        """Measure in the classic loop, from gradients that carry their graph."""
+        """Measure the curvature in the classic loop, from gradients with a graph."""
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         with_graph = [param for param in params if param.grad.requires_grad]
         if with_graph and self.curvature_due:
@@ -299,12 +299,12 @@ class AdaHessian(Optimizer):
             with hooks_silenced(request.params):
                 probes, products = products_of(of_params, request.params, request.draw, request.num_probes)
             if (scaler := calling_scaler()) is not None:
-                # Not in place, because autograd may return one tensor for two parameters.
+                # Not in place, because autograd may return the same tensor for two parameters.
                 scale = scale_of(scaler, with_graph[0].device)
                 products = [[p if p is None else p / scale.to(p.device) for p in each] for each in products]
             self._accept(request.params, probes, products, of_params)
         for param in with_graph:
-            # A gradient with a graph keeps its parameter alive, which keeps its gradient alive: a cycle.
+            # A gradient with a graph and its parameter would keep each other alive.
             param.grad = param.grad.detach()
 
     def _warn_if_overdue(self) -> None:
@@ -315,45 +315,45 @@ class AdaHessian(Optimizer):
             self._overdue_warned = True
             warnings.warn(
                 f"The curvature is {overdue['staleness']} steps old, but curvature_every={overdue['curvature_every']}. "
-                "Call curvature.measure(batch) before each step, or "
+                "Before each step, call curvature.measure(batch) or "
                 "loss.backward(create_graph=optimizer.curvature_due).",
-                stacklevel=5,  # past step and the two wrappers that torch puts around it
+                stacklevel=5,  # skips step and the two wrappers that PyTorch adds to it
             )
 
     def _is_ready(self, group: Group) -> bool:
-        """Whether a group can step. One that was never measured can be asked to only if nothing would move."""
+        """Return whether a group can step. Without any measurement, raise unless the step would move nothing."""
         gradients = [param.grad for param in group["params"] if param.grad is not None]
         if group["measurements"] or not gradients:
             return True
-        # Checkpoint libraries make the state of a fresh optimizer by a step with zero gradients, lr=0 or both.
+        # Checkpoint libraries create the state of a new optimizer by a step with zero gradients, lr=0 or both.
         stands_still = group["lr"] == 0
         if self._measurement is not None:
             return not (stands_still and _are_zero(gradients))
         if stands_still or _are_zero(gradients):
             return False
         raise CurvatureError(
-            "step() found no curvature, because none has been measured yet. Before optimizer.step(), call "
-            "curvature.measure(batch), where curvature = adahessian.Curvature(model, loss_fn, optimizer), or replace "
-            "loss.backward() by loss.backward(create_graph=optimizer.curvature_due). For trainers, see "
-            "adahessian.integrations."
+            "step() has no curvature to use, because none has been measured yet. Create curvature = "
+            "adahessian.Curvature(model, loss_fn, optimizer) and call curvature.measure(batch) before "
+            "optimizer.step(), or replace loss.backward() with loss.backward(create_graph=optimizer.curvature_due) "
+            "(in a trainer, use adahessian.integrations)."
         )
 
     # The state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the optimizer's state. Averages and counts keep their own dtype.
+        """Load a state dict. Curvature averages and counts keep their own dtype.
 
         Raises:
-            ValueError: If it is another optimizer's state, or does not fit the parameters. Nothing is loaded then.
+            ValueError: If ``state_dict`` is from another optimizer or does not fit. Nothing is loaded in that case.
         """
         loaded: StateDict = {}
 
         def check(_: Optimizer, incoming: StateDict) -> None:
             if any(not {"hessian_power", "curvature_every"} <= group.keys() for group in incoming["param_groups"]):
-                raise ValueError("state_dict is another optimizer's state. Load one that AdaHessian has saved.")
+                raise ValueError("state_dict is from another optimizer. Load a state_dict that AdaHessian saved.")
             for own, saved in zip(self.param_groups, incoming["param_groups"], strict=False):
                 if own["sparse"] != saved.get("sparse", False):
-                    raise ValueError("state_dict has other groups with sparse=True. Make the same groups as before.")
+                    raise ValueError("state_dict has sparse=True for other groups. Create the same groups as before.")
             for param, group, state in self._match(incoming):
                 if (problem := state_problem(state, param, group)) is not None:
                     raise ValueError(problem)
@@ -365,11 +365,11 @@ class AdaHessian(Optimizer):
                     if key in state:
                         self.state[param][key] = state[key].to(dtype=curvature_dtype(param), device=param.device)
                 if isinstance(state.get("step"), Tensor):
-                    # A copy, because the other optimizer may go on counting.
+                    # A copy, because the other optimizer may keep counting.
                     device = param.device if group["capturable"] else "cpu"
                     self.state[param]["step"] = state["step"].clone().to(device)
 
-        # The last to see what comes in, after all other hooks, and the first to see what has been loaded.
+        # check runs after all other pre-hooks, and restore_dtypes runs before all other post-hooks.
         handles = (
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore_dtypes, prepend=True),
@@ -381,7 +381,7 @@ class AdaHessian(Optimizer):
                 handle.remove()
 
     def _match(self, state_dict: StateDict) -> Iterator[tuple[Tensor, Group, State]]:
-        """Each parameter with the group and the state that a state dict has for it."""
+        """Iterate over the parameters, each with its group and state from a state dict."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for param, key in zip(group["params"], saved["params"], strict=False):
                 if key in state_dict["state"]:
@@ -399,11 +399,11 @@ class AdaHessian(Optimizer):
         self._measurement = None
         self._plan = Plan()
         self._overdue_warned = False
-        self._dropped_seen = 0  # by diagnose
+        self._dropped_seen = 0  # set by diagnose
 
 
 def _is_due(group: Group) -> bool:
-    """Whether the next step wants a measurement: the first step, all of the warm-up, then every so many."""
+    """Return whether the next step needs a measurement: the first ones, then every ``curvature_every`` steps."""
     return bool(
         group["measurements"] == 0
         or group["steps"] < group["curvature_warmup"]
@@ -412,7 +412,7 @@ def _is_due(group: Group) -> bool:
 
 
 def _is_overdue(group: Group) -> bool:
-    """Whether a measurement that was due has been missing for more than two intervals."""
+    """Return whether a due measurement has been missing for more than two intervals."""
     return bool(group["measurements"] > 0 and group["staleness"] > 3 * group["curvature_every"])
 
 
@@ -423,7 +423,7 @@ def _count_step(group: Group, *, measured: bool) -> None:
 
 
 def _are_zero(gradients: Sequence[Tensor]) -> bool:
-    return not any(bool(gradient.any()) for gradient in gradients)  # waits for the device
+    return not any(bool(gradient.any()) for gradient in gradients)  # synchronizes
 
 
 def _check_like(what: str, param: Tensor, tensor: object) -> None:
@@ -432,4 +432,4 @@ def _check_like(what: str, param: Tensor, tensor: object) -> None:
         found = f"shape {tuple(tensor.shape)} on {tensor.device}"
     wanted = f"shape {tuple(param.shape)} on {param.device}"
     if found != wanted:
-        raise ValueError(f"{what}: a parameter of {wanted} was given {found}. Pass a tensor like the parameter.")
+        raise ValueError(f"{what} has {found} for a parameter of {wanted}. Pass a tensor like the parameter.")

@@ -32,24 +32,24 @@ _TENSORS = operator.attrgetter("_parameters", "_buffers")
 
 
 class TrainingStep:
-    """The whole step for a batch: gradient, curvature when it is due, and update.
+    """A whole training step in one call: gradient, curvature when it is due, and update.
 
-    Derivatives are compiled if the model is large enough and, on a GPU, captured in CUDA graphs, which removes the cost
+    Derivatives are compiled if the model is large enough. On a GPU, CUDA graphs replay them, which removes the overhead
     of Python and of launches. The update stays an ordinary ``optimizer.step()``, so schedules, hooks, evaluation and
-    checkpoints work as in any loop. Batches of another shape run uncaptured unless their shape comes often.
+    checkpoints work as in any loop. Batches of another shape run uncaptured unless that shape is frequent.
 
     Gradients are replaced, not accumulated, and the next step overwrites the tensors in ``param.grad``. Hooks on
-    parameters are not called. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats what
-    ``loss_fn`` read from Python objects at its capture, except the batch and the train and eval modes of modules.
+    parameters do not run. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats the Python
+    values that ``loss_fn`` read during capture. Only the batch and the train and eval modes of modules may change.
 
     Args:
-        curvature: The :class:`adahessian.Curvature` of an AdaHessian, which also decides about compilation. For any
-            other PyTorch optimizer pass ``(model, loss_fn, optimizer)`` instead.
+        curvature: The :class:`adahessian.Curvature` of an AdaHessian. Its ``compile`` applies to the gradient too. For
+            any other PyTorch optimizer, pass ``(model, loss_fn, optimizer)`` instead.
         compile: Compile the gradient. None compiles it on a GPU, for models of at least 100,000 parameters.
-        capture: Capture CUDA graphs. On other devices nothing is captured.
+        capture: Capture CUDA graphs. This has no effect on other devices.
 
     Raises:
-        TypeError: If an argument has the wrong type, or an AdaHessian comes without its Curvature.
+        TypeError: If an argument has the wrong type, or an AdaHessian is passed without its Curvature.
         ValueError: If ``capture`` or ``compile`` is out of range, or if the training uses several processes, a
             GradScaler, groups with ``sparse=True`` or an optimizer that needs a closure.
 
@@ -73,11 +73,11 @@ class TrainingStep:
         capture: bool = True,
     ) -> None:
         if not isinstance(capture, bool) or compile not in (None, True, False):
-            raise ValueError(f"capture is {capture!r}, and compile {compile!r}. Pass bools, or None for compile.")
+            raise ValueError(f"capture={capture!r} or compile={compile!r} is invalid. Pass bools, or None for compile.")
         self._curvature: Curvature[Any] | None = None
         if isinstance(curvature, Curvature):
             if any(other is not None for other in (loss_fn, optimizer, compile)):
-                raise TypeError("curvature has its own loss_fn, optimizer and compile. Pass them to Curvature.")
+                raise TypeError("curvature has its own loss_fn, optimizer and compile. Pass these to Curvature.")
             self._curvature, self._engine = curvature, curvature.engine
             self._model, self._loss_fn, self._optimizer = curvature.model, curvature.loss_fn, curvature.optimizer
         else:
@@ -86,11 +86,11 @@ class TrainingStep:
             if not (isinstance(curvature, nn.Module) and callable(loss_fn) and is_plain):
                 types = ", ".join(type(each).__name__ for each in (curvature, loss_fn, inner))
                 raise TypeError(
-                    f"TrainingStep got ({types}). Pass adahessian.Curvature(model, loss_fn, optimizer), or for "
-                    "an optimizer other than AdaHessian a torch.nn.Module, a loss_fn and the torch.optim.Optimizer."
+                    f"TrainingStep received ({types}). Pass adahessian.Curvature(model, loss_fn, optimizer) for "
+                    "AdaHessian, or a torch.nn.Module, a loss_fn and a torch.optim.Optimizer for other optimizers."
                 )
             self._model, self._loss_fn, self._optimizer = curvature, loss_fn, optimizer
-            # This engine computes nothing. It decides about compilation by the rule of the curvature pass.
+            # This engine computes nothing. It decides whether to compile, by the same rule as the curvature pass.
             self._engine = Engine(self._model, self._loss_fn, compile=compile, product_dtype=None)
         _check_supported(self._model, self._optimizer, self._curvature)
         self._capture = capture
@@ -98,20 +98,20 @@ class TrainingStep:
         self._compiles = self._captures = False
         self._seen = SeenSignatures()
         self._losses: dict[Hashable, Loss] = {}
-        # The graphs for each kind of batch, None if they cannot be captured. Then their memory, and what they rely on.
+        # Graphs for each kind of batch, or None if capture failed. Below are their memory and what they depend on.
         self._graphs: dict[Hashable, _Graphs | None] = {}
         self._memory: Memory
         self._modules: list[nn.Module] = []
         self._look: object = None
 
     def __call__(self, batch: Any) -> Tensor:
-        """Take one step, and return the loss, whose reading waits for the device.
+        """Take one step and return the loss. Reading its value synchronizes with the device.
 
         Args:
-            batch: What ``loss_fn`` takes, on the model's device.
+            batch: The batch for ``loss_fn``, on the model's device.
 
         Raises:
-            CurvatureError: If the curvature cannot be computed. Nothing has been changed then.
+            CurvatureError: If the curvature cannot be computed. Nothing has been changed in that case.
         """
         params = [param for group in self._optimizer.param_groups for param in group["params"] if param.requires_grad]
         if params and params[0].device != self._device:
@@ -128,7 +128,7 @@ class TrainingStep:
             if param.grad is not gradient:
                 param.grad = gradient
         self._optimizer.step()
-        return loss.clone()  # the next step overwrites a captured one
+        return loss.clone()  # a copy, because the next step overwrites a captured loss
 
     def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:
         """Compute the gradient and, if it is due, the curvature."""
@@ -144,7 +144,7 @@ class TrainingStep:
     def _replay(
         self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None
     ) -> Gradient | None:
-        """Do the same by CUDA graphs. Returns None if the batch has to run uncaptured."""
+        """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
                 self._graphs, self._memory = {}, Memory()
@@ -160,15 +160,15 @@ class TrainingStep:
                 graphs = self._graphs[kind]
                 return None if graphs is None else graphs.replay(batch, curvature)
             except CannotCapture as reason:
-                # torch may have lost track of a pool in which a capture has failed.
+                # PyTorch may have lost track of a pool after a failed capture.
                 self._graphs[kind], self._memory = None, Memory()
                 logger.warning("The step is not captured for batches of this kind: %s", reason)
                 return None
 
     def _has_moved(self) -> bool:
-        """Check for modules, parameters and buffers that were replaced or moved. Graphs know only their addresses.
+        """Return whether modules, parameters or buffers were replaced or moved. Graphs know only their addresses.
 
-        Nothing announces such a change, and walking the module tree at each step would take six times as long.
+        PyTorch does not report such changes. Walking the module tree at each step would take six times as long.
         """
         if self._modules and _look(self._modules) == self._look:
             return False
@@ -177,7 +177,7 @@ class TrainingStep:
         return True
 
     def _loss(self, key: Hashable, batch: Any, params: list[Tensor]) -> Loss:
-        """Return the loss as a function of the batch, compiled for batches of this kind if that is wanted and works."""
+        """Return the loss as a function of the batch, compiled for batches of this kind if enabled and possible."""
 
         def loss_of(batch: Any) -> Tensor:
             return self._loss_fn(self._model, batch)
@@ -185,7 +185,7 @@ class TrainingStep:
         if key is None or not self._compiles:
             return loss_of
         if key not in self._losses:
-            # The compiler counts the versions of a function by its code object, so each function needs its own.
+            # The compiler counts versions of a function per code object, so each function needs its own.
             loss_of.__code__ = loss_of.__code__.replace()
             logger.info("Compiling the gradient, which takes up to two minutes the first time")
             compiled: Loss = torch.compile(loss_of, dynamic=False)
@@ -194,7 +194,7 @@ class TrainingStep:
                     _differentiate(compiled, batch, params)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # any error of the compiler; one in the user's code occurs again uncompiled
+            except Exception as error:  # any error of the compiler. Errors in the user's code occur again
                 logger.warning("The gradient is not compiled for batches of this kind: %s", first_line(error))
                 compiled = loss_of
             self._losses[key] = compiled
@@ -202,9 +202,9 @@ class TrainingStep:
 
 
 class _Graphs:
-    """The graphs for batches of one kind, each captured when it is first needed.
+    """CUDA graphs for batches of one kind, each captured when it is first needed.
 
-    The graphs of a step run one after the other in the same memory, so the next one may overwrite their results.
+    The graphs of a step run one after another in the same memory, so a graph may overwrite the results of earlier ones.
     """
 
     def __init__(self, step: TrainingStep, key: Hashable, batch: Any, params: list[Tensor]) -> None:
@@ -220,13 +220,13 @@ class _Graphs:
     def replay(self, batch: Any, curvature: Curvature[Any] | None) -> Gradient:
         """Compute the gradient and, if it is due, the curvature."""
         with torch.no_grad():
-            # Not by torch._foreach_copy_, which lacks some dtypes and saves launches only if all dtypes are the same.
+            # torch._foreach_copy_ lacks some dtypes, and saves launches only if all dtypes are the same.
             for static, tensor in zip(tensors_in(self._batch), tensors_in(batch), strict=True):
                 static.copy_(tensor, non_blocking=True)
         if curvature is not None and curvature.batch_fraction == 1:
             return self._measure(curvature, keep_buffers=True)[:2]
         step = self._step
-        if self._gradient is None:  # before the curvature pass on a slice, which needs less memory and reuses it
+        if self._gradient is None:  # first, because the curvature pass on a slice can reuse its memory
             with autocast_cache_disabled():
                 loss_of = step._loss(self._key, self._batch, self._params)
             differentiate = partial(_differentiate, loss_of, self._batch, self._params)
@@ -242,7 +242,7 @@ class _Graphs:
             static = request._replace(draw=lambda probe, out=None: self._probes[probe])
             part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
             with autocast_cache_disabled():
-                compute = step._engine.pass_for(part, static)  # compiles, outside of the capture
+                compute = step._engine.pass_for(part, static)  # compiles before the capture
 
             def derivatives() -> Derivatives:
                 found = compute(part, static, keep_buffers)
@@ -251,7 +251,7 @@ class _Graphs:
             self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
         for number, probe in enumerate(self._probes):
             request.draw(number, out=probe)
-        # The pass on a slice leaves no trace, but the joined one advances random generators like any training step.
+        # A pass on a slice restores random states. A pass that also gives the gradient advances them, as any step does.
         with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
             found = self._derivatives.replay()
         curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
@@ -266,7 +266,7 @@ def _differentiate(loss_of: Loss, batch: Any, params: Sequence[Tensor]) -> Gradi
 
 
 def _as_backward_leaves(gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Give gradients the strides of their parameters, and memory of their own, since clipping scales them in place."""
+    """Give gradients their parameters' strides and memory of their own, because clipping scales them in place."""
     taken: set[int] = set()
     own: list[Tensor | None] = []
     for gradient, param in zip(gradients, params, strict=True):
@@ -279,7 +279,7 @@ def _as_backward_leaves(gradients: Sequence[Tensor | None], params: Sequence[Ten
 
 
 def _look(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """Return what graphs rely on: ids and addresses. The tensors and modules come with them, which keeps ids unique."""
+    """Return the ids and addresses that graphs depend on. The objects are included, which keeps their ids unique."""
     tensors = [each for module in modules for own in _TENSORS(module) for each in own.values() if each is not None]
     children = [child for module in modules for child in module._modules.values()]
     return list(map(id, tensors + children)), list(map(Tensor.data_ptr, tensors)), tensors, children
@@ -297,5 +297,5 @@ def _check_supported(model: nn.Module, optimizer: Optimizer, curvature: Curvatur
     }
     for what, is_used in unsupported.items():
         if is_used:
-            loop = "loss.backward(), for AdaHessian curvature.measure(batch), and optimizer.step()"
-            raise ValueError(f"TrainingStep does not support {what}. Write the loop yourself: {loop}.")
+            loop = "curvature.measure(batch) (AdaHessian only), loss.backward() and optimizer.step()"
+            raise ValueError(f"TrainingStep does not support {what}. Write the loop yourself, with {loop}.")

@@ -1,7 +1,7 @@
-"""The fused kernels for lists of tensors of any shapes: one launch per call.
+"""Launch the fused kernels on lists of tensors of any shapes, once per call.
 
-The kernels, and the tables that they read, are in :mod:`adahessian.algorithm.kernels`. Lists of tensors compute the
-same in :mod:`adahessian.algorithm.update`, :mod:`adahessian.algorithm.shapes` and :mod:`adahessian.algorithm.probes`.
+The kernels and their tables are described in :mod:`adahessian.algorithm.kernels`. The PyTorch versions are in
+:mod:`adahessian.algorithm.update`, :mod:`adahessian.algorithm.shapes` and :mod:`adahessian.algorithm.probes`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensors = Sequence[Tensor]
 class FusedTensors:
     """Parameters of one group, device and dtype. Methods take lists in the order of the parameters.
 
-    All parameters must pass :func:`can_fuse`. Their probes are drawn by ``positions``.
+    All parameters must pass :func:`can_fuse`. ``positions`` identify the parameters in probes.
     """
 
     def __init__(self, params: Tensors, shapes: Sequence[Blocks], positions: Sequence[int], *, signed: bool) -> None:
@@ -58,7 +58,7 @@ class FusedTensors:
         self._tables: dict[str, tuple[list[int], Tensor, Tensor, dict[str, bool]]] = {}
 
     def select(self, chosen: Sequence[int]) -> FusedTensors:
-        """Return the same for some of the parameters."""
+        """Return an instance for some of the parameters."""
         params, shapes, positions = zip(*(self._members[i] for i in chosen), strict=True)
         return FusedTensors(params, shapes, positions, signed=self._signed)
 
@@ -66,18 +66,18 @@ class FusedTensors:
         """Fill tensors with signs, as :func:`adahessian.algorithm.probes.draw_like` does.
 
         Raises:
-            ValueError: If a tensor is not contiguous, or is not in the form of its parameter. Nothing is written then.
+            ValueError: If a tensor is not contiguous or does not match its parameter. Nothing is written in that case.
         """
         if list(map(_FORM, out)) != self._forms or not all(map(Tensor.is_contiguous, out)):
-            raise ValueError("out differs from the parameters. Pass contiguous tensors of their shapes and dtype.")
+            raise ValueError("out does not match the parameters. Pass contiguous tensors of their shapes and dtype.")
         self._launch("draw", out, key=as_int64(key), ELEMENT=self._element)
 
     def reduce(self, diagonals: Tensors, gradients: Tensors | None) -> tuple[list[Tensor], Tensor]:
-        """Reduce diagonals to what is stored, as :meth:`Blocks.reduce` does.
+        """Reduce diagonals to the stored values, as :meth:`Blocks.reduce` does.
 
         Returns:
-            The magnitude of each block, -1 where it took no part in the loss, and for each parameter an int32 flag that
-            is nonzero where a square is not finite.
+            The magnitude of each block, or -1 if it took no part in the loss, and one int32 flag per parameter, which
+            is nonzero if a square is not finite.
         """
         not_finite = torch.zeros(len(self._counts), dtype=torch.int32, device=self._device)
         flat = torch.empty(sum(self._counts), dtype=torch.float32, device=self._device)
@@ -90,14 +90,14 @@ class FusedTensors:
         return [part.view(shape) for part, shape in parts], not_finite
 
     def fold(self, rms: Tensors, values: Tensors, not_finite: Tensor, weights: Tensor) -> None:
-        """Fold values of :meth:`reduce` into the Hessian rms, in place, except where their flag is nonzero."""
+        """Fold values of :meth:`reduce` into the Hessian rms, in place, except for parameters with a nonzero flag."""
         self._launch("fold", values, rms, flags=not_finite, weights=weights)
 
     def step(self, params: Tensors, grads: Tensors, exp_avgs: Tensors, rms: Tensors, **scalars: float) -> None:
         """Take one step, in place, as :func:`adahessian.algorithm.update.take_step` does.
 
-        With p, g, m and d for an element of the lists: ``m += (g * gradient_scale - m) * momentum_weight``, and then
-        ``p = p * decay + step_scale * m / (d**power + eps)``. The other names are the scalars, all of which are needed.
+        For elements p, g, m and d of the lists, ``m += (g * gradient_scale - m) * momentum_weight``, and then
+        ``p = p * decay + step_scale * m / (d**power + eps)``. The other names are scalars, and all are required.
         """
         grads = self._match(grads, self._dtype)  # copies must outlive the launch
         scalars = {name: float(value) for name, value in scalars.items()}
@@ -106,8 +106,8 @@ class FusedTensors:
         torch.autograd.graph.increment_version([*params, *exp_avgs])
 
     def _match(self, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return tensors in a dtype, and in the memory order of their parameters."""
-        # Nearly always they are as needed. A Python call per tensor would take longer than the launch.
+        """Return tensors in this dtype and in the memory order of their parameters."""
+        # They nearly always match already. A Python call per tensor would take longer than the launch.
         if self._strides is None:
             in_order = all(map(Tensor.is_contiguous, tensors))
         else:
@@ -117,7 +117,7 @@ class FusedTensors:
         return [_like(tensor, param, dtype) for tensor, (param, _, _) in zip(tensors, self._members, strict=True)]
 
     def _launch(self, kernel: str, *lists: Tensors, **arguments: Any) -> None:
-        """Launch a kernel. Its table of addresses, one column per list, is renewed only if an address has changed."""
+        """Launch a kernel. Its table of addresses, one column per list, is rebuilt only if an address has changed."""
         addresses = list(map(Tensor.data_ptr, chain(*lists)))
         known = self._tables.get(kernel)
         if known is None or known[0] != addresses:
@@ -131,7 +131,7 @@ class FusedTensors:
                 getattr(self._kernels, kernel)[(len(tiles),)](pointers, self._layout, tiles, **arguments, **options)
 
     def _cut(self, kernel: str) -> Tensor:
-        """Cut the tensors into the pieces of one program each: the number of a tensor, and where the piece starts."""
+        """Split the tensors into one piece per program: the index of a tensor, and the start of the piece in it."""
         kernels = self._kernels
         sizes = self._rows[:, (kernels.NUMEL if kernel in ("draw", "step") else kernels.BLOCKS).value]
         steps = torch.full_like(sizes, kernels.TILE.value)
@@ -148,14 +148,14 @@ class FusedTensors:
 
 
 def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state: dict[str, Any] | None) -> bool:
-    """Whether the kernels take a parameter: its group allows it, its dtype is narrow, its memory has no gaps.
+    """Return whether the kernels support a parameter, given its group, dtype and memory layout.
 
     Raises:
         RuntimeError: If the group has ``fused=True`` and the parameter is not on CUDA.
     """
     wanted = group["fused"]
     if wanted is None:
-        # Only lists can use a learning rate or a step count that is on the device.
+        # The kernels need the learning rate and the step count on the host.
         on_host = not group["capturable"] and not isinstance(group["lr"], Tensor)
         wanted = on_host and param.is_cuda and _has_triton(param.device)
     elif wanted and not param.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -176,7 +176,7 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
 
 @cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed, supports the GPU, and finds the C compiler that builds its launchers."""
+    """Return whether Triton is installed, supports the GPU and finds a C compiler to build its launchers."""
     if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
         return False
     return bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))))
@@ -191,12 +191,12 @@ def _layout(param: Tensor, shape: Blocks, lanes: int) -> list[int]:
         return [*sizes, size * channels, channels, channels, 1, size, channels, 0]
     if shape.row_length > 1 and shape.shape[-1] % size:
         return [*sizes, shape.shape[-1], shape.stored_shape[-1], shape.shape[-1], size, size, 1, 0]
-    # Blocks of one size, one after the other.
+    # Blocks of equal size, one after another.
     return [*sizes, size, 1, size, size, size, 1, size // lanes if size % lanes == 0 else 0]
 
 
 def _like(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in a dtype, and in the memory order of a parameter."""
+    """Return a tensor in this dtype and in the memory order of a parameter."""
     # The stride of a dimension of size 1 has no meaning.
     pairs = zip(tensor.stride(), param.stride(), param.shape, strict=True)
     if tensor.dtype == dtype and all(own == wanted or size == 1 for own, wanted, size in pairs):

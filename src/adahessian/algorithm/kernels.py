@@ -1,7 +1,7 @@
-"""The fused kernels. Each takes all tensors of a list in one launch.
+"""The fused Triton kernels. Each processes a list of tensors in one launch.
 
 A launch gets tables instead of tensors. Row ``t`` of ``pointers`` holds the addresses for tensor ``t``. Row ``t`` of
-``layout`` says how its elements map to blocks. A row of ``tiles`` gives one program its tensor and its start in it.
+``layout`` maps its elements to blocks. Each row of ``tiles`` holds the tensor and the start position of one program.
 
 Element ``m`` of a tensor, in memory order, belongs to block
 
@@ -12,19 +12,19 @@ With ``q = k // blocks_in_row`` and ``c = k % blocks_in_row``, the elements of b
     q * row + c * length + stride * j,    0 <= j < min(count, row - c * length)
 """
 
-# No future import of annotations: Triton evaluates them when it compiles.
+# No ``from __future__ import annotations``, because Triton evaluates annotations when it compiles.
 
 import triton
 import triton.language as tl
 
 # Columns of ``layout``. LANE_ROWS is the number of rows of lanes per block, or 0 if blocks are not whole rows of lanes.
-# OFFSET is the number of the tensor's first block among the blocks of all tensors.
+# OFFSET is the index of the tensor's first block among the blocks of all tensors.
 NUMEL, BLOCKS, ROW, BLOCKS_IN_ROW, INNER, LENGTH, COUNT, STRIDE = map(tl.constexpr, range(8))
 LANE_ROWS, POSITION, OFFSET, LAYOUT = map(tl.constexpr, range(8, 12))
 
 TILE = tl.constexpr(1024)  # elements or blocks per program
-ROWS = tl.constexpr(32)  # blocks per program where a block has several elements
-COLUMNS = tl.constexpr(32)  # elements of each block that such a program reads at a time
+ROWS = tl.constexpr(32)  # blocks per program if blocks have several elements
+COLUMNS = tl.constexpr(32)  # elements of each block that the program then reads at a time
 LANES = tl.constexpr(32)  # elements per row of lanes
 
 UNTOUCHED = tl.constexpr(-1.0)
@@ -72,7 +72,7 @@ def step(
     elif lane_rows != 0:
         _step_lane_rows(param, grad, exp_avg, rms, scalars, start // LANES, lane_rows, ELEMENT)
     else:
-        # The compiler drops a mask that is constant.
+        # The compiler removes a constant mask.
         _step_tile(param, grad, exp_avg, rms, layout, scalars, start, tl.full([TILE], True, tl.int1), ELEMENT)
 
 
@@ -217,7 +217,7 @@ def fold(pointers, layout, tiles, flags, weights):
         untouched = d < 0.0
         square = tl.where(untouched, 0.0, d * d)
         previous = tl.where(unmeasured, 0.0, rms * rms)
-        # As torch.lerp, from the nearer end: a weight of 1 gives exactly the new value.
+        # Like torch.lerp, this starts from the nearer end, so a weight of 1 gives exactly the new value.
         change = square - previous
         folded = tl.where(weight < 0.5, previous + weight * change, square - change * (1.0 - weight))
         tl.store(rms_at + lane, tl.sqrt(folded), mask=inside & ~(unmeasured & untouched))

@@ -1,4 +1,4 @@
-"""The options of a parameter group, and the values they may have."""
+"""Validation of a parameter group's options."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def validate(options: Mapping[str, Any]) -> None:
     """Check every option of a parameter group.
 
     Raises:
-        ValueError: If an option is out of its range. The message names it, its value and the values it may have.
+        ValueError: If an option is out of range. The message names the option, its value and the valid values.
     """
     lr, betas, fused = options["lr"], options["betas"], options["fused"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Pass one value per group.")
     if not (isinstance(lr, Tensor) or is_number(lr)) or not lr >= 0:
-        raise ValueError(f"lr={lr!r} is invalid. Pass a float or a tensor of one element, 0 or more.")
+        raise ValueError(f"lr={lr!r} is invalid. Pass a non-negative float or one-element tensor.")
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
         raise ValueError(f"betas={betas!r} is invalid. Pass two floats, each at least 0 and below 1.")
     for name, most in (("eps", math.inf), ("weight_decay", math.inf), ("hessian_power", 1)):
@@ -31,7 +31,7 @@ def validate(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite number from 0 to {most}.")
     for name, least in (("block_size", 1), ("num_probes", 1), ("curvature_every", 1), ("curvature_warmup", 0)):
         if not (is_integer(options[name]) and options[name] >= least):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer, {least} or more.")
+            raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer of at least {least}.")
     if not is_integer(options["seed"]):
         raise ValueError(f"seed={options['seed']!r} is invalid. Pass an integer.")
     for name in ("signed", "steady_start", "maximize", "capturable", "sparse"):
@@ -40,22 +40,22 @@ def validate(options: Mapping[str, Any]) -> None:
     if options["averaging"] not in AVERAGINGS:
         raise ValueError(f"averaging={options['averaging']!r} is invalid. Pass one of {', '.join(AVERAGINGS)}.")
     if options["signed"] and options["averaging"] == "factored":
-        raise ValueError("signed=True has no meaning for averaging='factored', which keeps squares. Pass signed=False.")
+        raise ValueError("signed=True conflicts with averaging='factored', which stores squares. Pass signed=False.")
     if not (fused is None or isinstance(fused, bool)):
         raise ValueError(f"fused={fused!r} is invalid. Pass True, False or None.")
     if fused and (options["capturable"] or isinstance(lr, Tensor)):
-        raise ValueError("fused=True needs lr as a float and capturable=False. Pass those, or leave fused=None.")
+        raise ValueError("fused=True needs a float lr and capturable=False. Pass both, or leave fused=None.")
     if fused and options["averaging"] == "factored":
-        raise ValueError("fused=True has no kernels for averaging='factored'. Leave fused=None.")
+        raise ValueError("fused=True does not support averaging='factored'. Leave fused=None.")
     if fused and importlib.util.find_spec("triton") is None:
-        raise ValueError("fused=True needs Triton, which compiles the kernels. Install Triton, or leave fused=None.")
+        raise ValueError("fused=True needs Triton, which is not installed. Install Triton, or leave fused=None.")
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a real number and not a boolean."""
+    """Return whether a value is a real number and not a boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: object) -> bool:
-    """Whether this is an integer and not a boolean."""
+    """Return whether a value is an integer and not a boolean."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
-"""The plan of a step: which parameters share a device, a dtype and an implementation, with all that belongs to them.
+"""The plan of a step: buckets of parameters that share a device, a dtype and an implementation.
 
-A plan is made once and then recognized. It is made anew when a parameter, an option that matters or a state has been
-exchanged for another.
+A plan is built once and reused. It is rebuilt when a parameter, a state or an option that affects the buckets has been
+replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adahessian.algorithm.update import fold_measurement, measurement_weight, ta
 from adahessian.base.dtypes import as_real
 from adahessian.base.shards import agree, is_sharded, local, local_part, sum_over_shards
 
-# Options that decide how a bucket works. All others may change from step to step.
+# Options that buckets depend on. All others may change from step to step.
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
@@ -38,7 +38,7 @@ Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
 class Bucket:
     """Parameters of one group that share device, dtype and implementation.
 
-    Their probes are drawn by ``positions``. ``kernels`` are the fused kernels, if they take these parameters.
+    ``positions`` identify the parameters in probes. ``kernels`` are the fused kernels, if they support the parameters.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Bucket:
             for own, shape in zip(self._known, self.shapes, strict=True)
         ]
         self._selections: dict[Places, Bucket] = {}
-        # For use as soon as all parameters have a state.
+        # Used only once all parameters have a state.
         self._exp_avgs = [local(own["exp_avg"]) for own in self._states if own]
         pairs = zip(self._states, self.shapes, strict=True)
         self._stored = [tuple(local(own[key]) for key in shape.stored) for own, shape in pairs if own]
 
     def is_current(self, state: States) -> bool:
-        """Whether states and shards are still the ones that this bucket knows."""
+        """Return whether the states and shards are still the ones that this bucket was built for."""
         return (
             all(map(operator.is_, map(state.get, self.params), self._known))
             and all(map(operator.is_, self._tensors_of_states(), self._tensors))
@@ -77,7 +77,7 @@ class Bucket:
         )
 
     def select(self, places: Places, state: States) -> Bucket:
-        """Return the bucket of some of the parameters."""
+        """Return a bucket of the parameters at these places."""
         if len(places) == len(self.params):
             return self
         if places not in self._selections:
@@ -89,7 +89,7 @@ class Bucket:
         return self._selections[places]
 
     def draw(self, probe: int, out: Sequence[Tensor] | None) -> list[Tensor]:
-        """Draw one probe of the next measurement, of whole parameters where they are sharded."""
+        """Draw one probe of the next measurement. Sharded parameters get a probe for the whole parameter."""
         key = probe_key(self.group["seed"], self.group["measurements"], probe)
         if self.kernels is None or self.is_sharded:
             return list(map(draw_like, self.params, repeat(key), self._positions, out or repeat(None)))
@@ -98,7 +98,7 @@ class Bucket:
         return list(signs)
 
     def reduce(self, probes: Lists | None, products: Lists, gradients: Sequence[Tensor] | None) -> list[Estimate]:
-        """Reduce probes and products to what is stored of the parameters on this rank."""
+        """Reduce probes and products to the values that this rank stores."""
         for prepare in (local_part,) * self.is_sharded + (_as_real,) * self.is_complex:
             probes = None if probes is None else [list(map(prepare, each, self.params)) for each in probes]
             products = [list(map(prepare, each, self.params)) for each in products]
@@ -123,7 +123,7 @@ class Bucket:
         ]
 
     def complete(self, places: Places, state: dict[Tensor, State]) -> None:
-        """Make the states that some of the parameters lack, and keep the counts of all in one tensor each."""
+        """Create missing states of the parameters at these places, and keep each kind of count in one tensor."""
         if self._counts and all(self._states[i] for i in places):
             return
         for i in places:
@@ -137,7 +137,7 @@ class Bucket:
         self._find_states(state)
 
     def step(self, measurement: Measurement, state: States) -> None:
-        """Take one step, with a new measurement of some of the parameters."""
+        """Fold a measurement, which may cover only some of the parameters, and take one step."""
         self._add("step", 1)
         if measurement and (places := tuple(i for i, param in enumerate(self.params) if param in measurement)):
             measured = self.select(places, state)
@@ -149,7 +149,7 @@ class Bucket:
         if counts.count(counts[0]) == len(counts):
             self._take_step(counts[0])
             return
-        # Parameters without a gradient now and then have taken fewer steps, which changes their bias correction.
+        # Parameters that sometimes have no gradient have taken fewer steps, which changes their bias correction.
         for count in sorted(set(counts)):
             self.select(tuple(i for i, own in enumerate(counts) if own == count), state)._take_step(count)
 
@@ -168,7 +168,7 @@ class Bucket:
         self._add("dropped", not_finite)
 
     def _take_step(self, number: float | Tensor) -> None:
-        """Take the step of this number; a tensor holds one number per parameter."""
+        """Take the step with this number, or with one number per parameter if it is a tensor."""
         group = self.group
         lr, beta1 = group["lr"], float(group["betas"][0])
         if isinstance(lr, Tensor):
@@ -190,12 +190,12 @@ class Bucket:
         lists = [self.here, grads, self._exp_avgs]
         if self.is_complex:
             lists = [list(map(as_real, each)) for each in lists]
-        # Views are made anew, because users may exchange the memory of a parameter.
+        # Views are recreated, because users may replace the memory of a parameter.
         params, grads, exp_avgs = views(self.shapes, *lists)
         take_step(params, grads, exp_avgs, denominators(self.shapes, self._stored, power, eps), **scales)
 
     def _count(self, name: str) -> Tensor:
-        """The counts of all parameters in one tensor."""
+        """Return the counts of all parameters in one tensor."""
         return self._counts[name] if self._counts else torch.stack([own[name] for own in self._states if own])
 
     def _add(self, name: str, numbers: int | Tensor) -> None:
@@ -210,7 +210,7 @@ class Bucket:
 
 
 class Plan:
-    """The buckets of all groups but sparse ones."""
+    """The buckets of all groups without ``sparse=True``."""
 
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
@@ -219,7 +219,7 @@ class Plan:
         self._places: dict[Places, list[tuple[Bucket, list[int]]]] = {}
 
     def refresh(self, groups: Sequence[Group], state: dict[Tensor, State]) -> None:
-        """Make the plan anew if it is not that of these groups and states.
+        """Rebuild the plan if the groups or states have changed.
 
         Raises:
             RuntimeError: If a state does not fit its parameter.
@@ -243,7 +243,7 @@ class Plan:
     def reduce(
         self, params: Sequence[Tensor], probes: Lists | None, products: Lists, gradients: Sequence[Any] | None
     ) -> Measurement:
-        """Reduce the probes and products of parameters to a measurement of those that have a product."""
+        """Reduce probes and products to a measurement of all parameters that have a product."""
         took_part = [k for k, product in enumerate(products[0]) if product is not None] if products else []
         measurement: Measurement = {}
         for bucket, numbers in self._split([params[k] for k in took_part]):
@@ -264,9 +264,9 @@ class Plan:
         return measurement
 
     def step(self, ready: Collection[int], measurement: Measurement) -> None:
-        """Take a step with all parameters that have a gradient, in the groups of these ids.
+        """Take a step with all parameters that have a gradient, in the groups with these ids.
 
-        The parameters of other groups only get their state.
+        Parameters of other groups only get a state.
         """
         for bucket in self.buckets:
             places = tuple([i for i, param in enumerate(bucket.params) if param.grad is not None])
@@ -276,7 +276,7 @@ class Plan:
                     bucket.select(places, self._state).step(measurement, self._state)
 
     def _split(self, params: Sequence[Tensor]) -> list[tuple[Bucket, list[int]]]:
-        """Find the buckets of parameters, with the place of each in this list."""
+        """Return the buckets of these parameters, with each parameter's index in this list."""
         key = tuple(map(id, params))
         if key not in self._places:
             numbers = {number: k for k, number in enumerate(key)}
@@ -293,9 +293,9 @@ class Plan:
 
 
 def parameters_of(groups: Sequence[Group]) -> Iterator[tuple[Tensor, Group, int]]:
-    """Each parameter with its group and the position by which its probes are drawn; sparse groups are left out.
+    """Iterate over parameters with their groups and probe positions, leaving out groups with ``sparse=True``.
 
-    A complex parameter takes two positions, because it counts as two real ones.
+    A complex parameter uses two positions, because it counts as two real ones.
     """
     position = 0
     for group in groups:
@@ -314,8 +314,8 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
             raise RuntimeError(problem)
         if known and known.get("exp_avg", param).dtype != param.dtype:
             raise RuntimeError(
-                f"state: 'exp_avg' has dtype {known['exp_avg'].dtype}, but its parameter {param.dtype}. Cast the model "
-                "before the first step, or load the optimizer's state_dict again afterwards."
+                f"state: 'exp_avg' has dtype {known['exp_avg'].dtype}, but its parameter has {param.dtype}. Cast the "
+                "model before the first step, or load the optimizer's state_dict again after casting."
             )
         here = local(param)
         of_shard = {key: local(value) for key, value in known.items()} if known and "hessian_rms" in known else None
@@ -333,7 +333,7 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
 
 
 def _has_shape(param: Tensor) -> bool:
-    """Whether a parameter has a shape and strides, unlike lazy ones and frozen ones in sparse layouts."""
+    """Return whether a parameter has a shape and strides, which lazy parameters and sparse layouts lack."""
     return param.layout is torch.strided and not is_lazy(param)
 
 
@@ -342,7 +342,7 @@ def _as_real(tensor: Tensor, _: Tensor) -> Tensor:
 
 
 def _look(group: Group) -> tuple[Any, ...]:
-    """What a plan depends on, to be compared. Lists are made without a call of the interpreter per parameter."""
+    """Return what a plan depends on, for comparison. The lists take no Python call per parameter."""
     params = group["params"]
     if group["sparse"]:
         return (id(group), len(params))

@@ -2,7 +2,7 @@
 
 No random generator is read or advanced, and nothing needs to be stored. Every rank draws the same signs.
 
-The bits are those of splitmix64 (Steele, Lea and Flood, 2014), a counter with increment G and a finalizer:
+The bits come from splitmix64 (Steele, Lea and Flood, 2014), a counter with increment G and a finalizer:
 
     start = mix(seed, measurement, probe, parameter),    word[w] = finalize(start + (w + 1) G)
 
@@ -24,9 +24,9 @@ _CHUNK = 1 << 20  # elements drawn at a time, so that temporaries stay in the ca
 
 
 def draw_like(param: Tensor, key: int, position: int, out: Tensor | None = None) -> Tensor:
-    """Draw signs in a parameter's shape and dtype, in a new tensor or in ``out``.
+    """Draw signs with a parameter's shape and dtype, into a new tensor or into ``out``.
 
-    A complex parameter takes two positions, one for its real and one for its imaginary part.
+    A complex parameter uses two positions, one for its real part and one for its imaginary part.
     """
     dtype, device = param.dtype.to_real(), param.device
     signs = rademacher(param.shape, key, position, dtype=dtype, device=device)
@@ -36,9 +36,9 @@ def draw_like(param: Tensor, key: int, position: int, out: Tensor | None = None)
 
 
 def rademacher(shape: tuple[int, ...], key: int, position: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw independent signs, +1 or -1 with equal odds.
+    """Draw independent signs, +1 or -1 with equal probability.
 
-    The key comes from :func:`probe_key`, and ``position`` is the number of the parameter. The dtype does not matter.
+    ``key`` comes from :func:`probe_key`, and ``position`` numbers the parameters. The dtype does not affect the signs.
 
     >>> rademacher((6,), probe_key(seed=0, measurement=0, probe=0), 0, dtype=torch.float32, device=torch.device("cpu"))
     tensor([-1.,  1.,  1.,  1.,  1., -1.])
@@ -59,7 +59,7 @@ def probe_key(seed: int, measurement: int, probe: int) -> int:
 
 
 def as_int64(word: int) -> int:
-    """Return the int64 with the bits of an unsigned word."""
+    """Return the int64 that has the same bits as an unsigned word."""
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -71,12 +71,12 @@ def _mix(state: int, word: int) -> int:
 
 
 def _signs_of(counters: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finalize counters, in place, and return a sign for each of their bits."""
+    """Finalize counters in place, and return one sign per bit."""
     x = counters
     for shift, factor in _FINALIZER:
         # Masked, because >> copies the sign bit of an int64.
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(as_int64(factor))
-    # A table with the eight signs of each byte: few operations handle the long tensor.
+    # A table of the eight signs of each byte reduces the operations on the long tensor.
     places = torch.arange(8, device=x.device)
     octets = (x.unsqueeze(-1) >> 8 * places).bitwise_and_(255)
     table = (torch.arange(256, device=x.device).unsqueeze(-1) >> places).bitwise_and_(1).mul_(2).sub_(1)

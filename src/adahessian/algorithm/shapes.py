@@ -1,11 +1,11 @@
-"""What shape the curvature of a parameter has: what is stored of it, and how it divides a step.
+"""Curvature shapes: what is stored for a parameter, and how it divides a step.
 
 The paper averages the Hessian diagonal over blocks of neighbouring weights (spatial averaging),
 
     D_s[i b + j] = (D[i b + 1] + ... + D[i b + b]) / b,    1 <= j <= b,
 
-so one value serves a whole block (:class:`Blocks`). :class:`Factored` keeps one value per row and one per column.
-State, checkpoints, shards and diagnostics read ``stored`` and never ask which shape it is.
+so each block has one value (:class:`Blocks`). :class:`Factored` stores one value per row and one per column. State,
+checkpoints, shards and diagnostics read ``stored`` and work with every shape.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class Estimate(NamedTuple):
     """One measurement of a parameter."""
 
     values: tuple[Tensor, ...]
-    """Magnitudes, one tensor per entry of ``stored``; :data:`UNTOUCHED` where the loss did not depend on a block."""
+    """Magnitudes, one tensor per entry of ``stored``. Blocks that took no part in the loss are :data:`UNTOUCHED`."""
 
     not_finite: Tensor
-    """Whether any value, squared, is inf or NaN. The whole measurement is then dropped."""
+    """Whether the square of any value is inf or NaN. If so, the whole measurement is dropped."""
 
 
 def here_alone(tensor: Tensor) -> Tensor:
-    """The sum over ranks of a parameter that is on this rank alone."""
+    """Return the sum over shards for a parameter that is not sharded, which is the tensor itself."""
     return tensor
 
 
 class CurvatureShape(ABC):
-    """What is kept of a parameter's curvature, and what is done with it. Complex tensors come as real ones."""
+    """The form in which a parameter's curvature is stored and used. Complex tensors are passed as real ones."""
 
     shape: tuple[int, ...]
 
     @property
     @abstractmethod
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The names of the state's tensors, and their shapes."""
+        """The names and shapes of the state's tensors."""
 
     def reduce(
         self,
@@ -64,11 +64,11 @@ class CurvatureShape(ABC):
         signed: bool = False,
         total: Total = here_alone,
     ) -> Estimate:
-        """Reduce the probes z and products H z of one parameter to what is stored.
+        """Reduce the probes z and products H z of one parameter to the stored values.
 
-        Probes of None stand for ones. A block whose gradient and products are all exactly zero took no part in the
-        loss; without a gradient every block counts as measured. ``signed`` averages D over a block instead of ``|D|``,
-        and ``total`` sums over the ranks that hold the parameter's other shards.
+        ``probes=None`` means probes of all ones. A block whose gradient and products are all exactly zero took no part
+        in the loss. Without a gradient, every block counts as measured. ``signed`` averages D over a block instead of
+        ``|D|``, and ``total`` sums over the ranks that hold the parameter's other shards.
         """
         diagonal = hutchinson(probes, products, signed=signed)
         first, *rest = self._average(diagonal, signed, total)
@@ -82,7 +82,7 @@ class CurvatureShape(ABC):
 
     @abstractmethod
     def _average(self, diagonal: Tensor, signed: bool, total: Total) -> tuple[Tensor, ...]:
-        """Average a diagonal, one tensor per entry of ``stored``."""
+        """Average a diagonal to one tensor per entry of ``stored``."""
 
     def steady(self, values: Sequence[Tensor], total: Total = here_alone) -> tuple[Tensor, ...]:
         r"""Average the squares with their mean over the tensor, :math:`(D^2 + \overline{D^2}) / 2`."""
@@ -99,11 +99,11 @@ class CurvatureShape(ABC):
 
     @abstractmethod
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:
-        """Mark what took part in a loss, in a shape no larger than the parameter's."""
+        """Mark the blocks that took part in a loss. The marks are at most as large as the parameter."""
 
     @abstractmethod
     def spread(self, marks: Tensor) -> Tensor:
-        """Bring the marks of :meth:`touched` back to the parameter's elements."""
+        """Expand the marks of :meth:`touched` to the parameter's elements."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Blocks(CurvatureShape):
 
     @cached_property
     def _remainder(self) -> int:
-        """The length of the last, shorter block of each row; 0 if there is none."""
+        """The length of the last block of each row if it is shorter, else 0."""
         return self.shape[-1] % self.row_length if self.row_length > 1 else 0
 
     @cached_property
     def _split_rows(self) -> tuple[int, ...] | None:
-        """The shape with a dimension for the elements of a block."""
+        """The shape with an extra dimension for the elements of a block."""
         if self.row_length == 1 or self._remainder:
             return None
         return (*self.shape[:-1], self.shape[-1] // self.row_length, self.row_length)
@@ -180,13 +180,13 @@ class Blocks(CurvatureShape):
 
 @dataclass(frozen=True)
 class Factored(CurvatureShape):
-    r"""One value per row and one per column, state m + n instead of m n.
+    r"""One value per row and one per column, so m + n values instead of m n.
 
     .. math::
         r_i = \overline{D_{i \cdot}^2}, \quad c_j = \overline{D_{\cdot j}^2}, \quad
         \bar D_{ij}^2 = \frac{\bar r_i \, \bar c_j}{\overline{\bar c}}
 
-    Dimensions after the first count as one.
+    All dimensions after the first count as one.
     """
 
     shape: tuple[int, ...]
@@ -205,7 +205,7 @@ class Factored(CurvatureShape):
     def denominator(self, stored: Sequence[Tensor], power: float, eps: float) -> Tensor:  # noqa: D102
         row, column = stored
         norm = column.square().mean().sqrt().clamp(min=torch.finfo(column.dtype).tiny)
-        # A row that was never measured is infinite, which times a column of zeros would be NaN.
+        # A row that was never measured is infinite, and infinity times a column of zeros would be NaN.
         rms = (row * (column / norm)).masked_fill(row.isinf(), math.inf)
         return (rms if power == 1 else rms.pow(power)).add_(eps)
 
@@ -221,7 +221,7 @@ class Factored(CurvatureShape):
 
 
 def views(shapes: Sequence[CurvatureShape], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """View each tensor of some lists for its shape."""
+    """View the tensors of each list by their curvature shapes."""
     return [[shape.view(tensor) for shape, tensor in zip(shapes, each, strict=True)] for each in lists]
 
 
@@ -235,7 +235,7 @@ def denominators(
 def hutchinson(probes: Sequence[Tensor] | None, products: Sequence[Tensor], *, signed: bool) -> Tensor:
     r"""Estimate the Hessian diagonal, :math:`D = \overline{z \odot (H z)}`, the mean over the probes.
 
-    The signs of one probe are left out unless they are needed, because :math:`|z \odot (H z)| = |H z|`.
+    The signs of a single probe are skipped unless ``signed`` needs them, because :math:`|z \odot (H z)| = |H z|`.
     """
     if probes is None or (len(products) == 1 and not signed):
         return products[0]
@@ -243,8 +243,8 @@ def hutchinson(probes: Sequence[Tensor] | None, products: Sequence[Tensor], *, s
 
 
 def not_finite_in(values: Tensor) -> Tensor:
-    """Whether the square of any value is inf or NaN, on the device."""
-    # Values are magnitudes or -1, so the largest square is that of the largest value, which is NaN if any is.
+    """Return whether the square of any value is inf or NaN, without a device sync."""
+    # Values are magnitudes or -1, so the largest value has the largest square. It is NaN if any value is NaN.
     largest = values.max() if values.numel() else values.new_zeros(())
     return largest.square().isfinite().logical_not()
 
@@ -258,7 +258,7 @@ def _steadied(values: Tensor, total: Total) -> Tensor:
 
 
 def shape_for(shape: Sequence[int], group: dict[str, Any], parts: int = 1) -> CurvatureShape:
-    """Choose the curvature's shape for a tensor of this shape, or for ``parts`` of them stacked in front.
+    """Choose the curvature shape for a tensor of this shape, or for a stack of ``parts`` of these tensors.
 
     >>> shape_for((16, 3, 3, 3), {"averaging": "auto", "block_size": 32}).stored
     {'hessian_rms': (16, 3, 1, 1)}

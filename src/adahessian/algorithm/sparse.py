@@ -1,7 +1,7 @@
 """Adagrad for groups with ``sparse=True``: embedding tables whose gradients are sparse.
 
-PyTorch cannot differentiate a sparse gradient a second time, and a table of which a batch touches a few rows wants an
-optimizer that touches no others. The paper trains DLRM in this way.
+PyTorch cannot differentiate a sparse gradient again. The optimizer of an embedding table should also touch only the
+rows that a batch uses. The paper trains DLRM in the same way.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _EPS = 1e-10  # torch.optim.Adagrad's default
 
 
 def check_sparse_group(group: Group) -> None:
-    """Reject gradients that Adagrad cannot use.
+    """Check that Adagrad can use the gradients of a group.
 
     Raises:
-        RuntimeError: If a sparse gradient meets a weight decay.
+        RuntimeError: If the group has a sparse gradient and a weight decay.
     """
     for param in group["params"]:
         if param.grad is not None and param.grad.is_sparse and group["weight_decay"]:
             raise RuntimeError(
-                f"weight_decay={group['weight_decay']} cannot apply to the sparse gradient of a parameter of shape "
+                f"weight_decay={group['weight_decay']} cannot be applied to a sparse gradient of a parameter of shape "
                 f"{tuple(param.shape)}. Set weight_decay=0 in its group."
             )
 
 
 def step_sparse(group: Group, state: dict[Tensor, State]) -> None:
-    """Take one step of Adagrad with the parameters of a group that have a gradient."""
+    """Take one step of Adagrad on the parameters of a group that have a gradient."""
     params = [param for param in group["params"] if param.grad is not None]
     grads = [param.grad for param in params]
     for param in params:
         if not state[param]:
             state[param] = {"step": torch.zeros(()), "sum": torch.zeros_like(param)}
-    # Adagrad makes sparse tensors out of torch's own. PyTorch warns unless somebody has said whether to check those.
+    # Adagrad creates sparse tensors. PyTorch warns unless it has been told whether to check their invariants.
     with check_sparse_tensor_invariants(check_sparse_tensor_invariants.is_enabled()):
         adagrad(
             params,

@@ -1,12 +1,12 @@
-"""The state of one parameter: what it holds, in which shapes and dtypes. The state of a shard is a shard.
+"""The state of one parameter: its keys, shapes and dtypes. The state of a sharded parameter is sharded alike.
 
-step             steps taken, as in torch.optim.Adam
+step             number of steps taken, as in torch.optim.Adam
 exp_avg          gradient momentum, in the parameter's dtype
 hessian_rms      Hessian momentum D-bar, one value per block, in float32 or wider; inf before the first measurement
 hessian_row,     in place of hessian_rms for factored curvature
 hessian_column
-measurements     measurements that the Hessian momentum is an average of
-dropped          measurements that were not finite
+measurements     number of measurements in the Hessian momentum
+dropped          number of measurements dropped because of inf or NaN
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from adahessian.base.shards import is_sharded, local, shard_like
 Group = dict[str, Any]
 State = dict[str, Any]
 
-# Optimizer.load_state_dict would cast these to the parameter's dtype, which ruins them in bfloat16.
+# Optimizer.load_state_dict would cast these to the parameter's dtype. bfloat16 is not precise enough for them.
 CURVATURE_KEYS = ("hessian_rms", "hessian_row", "hessian_column", "measurements", "dropped")
 COUNTS = ("step", "measurements", "dropped")
 
 
 def shape_of(param: Tensor, group: Group) -> CurvatureShape:
-    """The shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
+    """Return the shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
     return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
 
 
 def curvature_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of the state that does not follow the parameter's dtype."""
+    """Return the dtype of the parts of a state that are always float32 or wider."""
     return accumulation_dtype(param.dtype).to_real()
 
 
 def new_counts(name: str, number: int, param: Tensor, group: Group) -> Tensor:
-    """Zero counts for parameters like this one.
+    """Create zero counts for parameters like this one.
 
-    Steps are counted on the host, where reading them is free, unless a CUDA graph is to be captured.
+    Steps are counted on the host, where reading them needs no sync, unless the group is capturable.
     """
     if name == "step":
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -51,7 +51,7 @@ def new_counts(name: str, number: int, param: Tensor, group: Group) -> Tensor:
 
 
 def init_state(state: State, param: Tensor, group: Group) -> None:
-    """Make what a state lacks, except counts."""
+    """Create the missing entries of a state, except counts."""
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     whole = shape_of(param, group)
@@ -66,7 +66,7 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
 
 
 def state_problem(state: State, param: Tensor, group: Group) -> str | None:
-    """What is wrong with the shapes of a state, if anything, and what to do about it."""
+    """Return what is wrong with the shapes of a state and what to do about it, or None."""
     if "exp_avg" in state and is_sharded(state["exp_avg"]) != is_sharded(param):
         sharded, whole = ("parameter", "state") if is_sharded(param) else ("state", "parameter")
         return (
@@ -77,8 +77,8 @@ def state_problem(state: State, param: Tensor, group: Group) -> str | None:
     for key, shape in expected.items():
         if key in state and state[key].shape != shape:
             return (
-                f"state: {key!r} of a parameter of shape {tuple(param.shape)} has shape {tuple(state[key].shape)}, but "
-                f"needs {tuple(shape)}. Load a checkpoint of this model, with its parameters in the same order and "
-                "with the same block_size and averaging."
+                f"state: {key!r} of a parameter of shape {tuple(param.shape)} has shape {tuple(state[key].shape)} "
+                f"instead of {tuple(shape)}. Load a checkpoint of this model, with its parameters in the same order "
+                "and with the same block_size and averaging."
             )
     return None

@@ -6,8 +6,8 @@ The paper's symbols and the names used here:
     D_s      values    D-bar_t  stored (after bias correction, one value per block)
     theta_t  params
 
-Storing ``D-bar`` instead of the running sum of squares leaves an ordinary step no root to take and no second bias
-correction to apply. Triton's version of both functions is in :mod:`adahessian.algorithm.fused`.
+The state stores ``D-bar`` instead of the running sum of squares. An ordinary step then needs no square root and no
+second bias correction. The Triton version of both functions is in :mod:`adahessian.algorithm.fused`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def measurement_weight(measurements: Tensor, beta2: float) -> Tensor:
-    r"""The weight :math:`w` of the n-th measurement in the bias-corrected Hessian momentum.
+    r"""Return the weight :math:`w` of the n-th measurement in the bias-corrected Hessian momentum.
 
     .. math::
         \bar D_n = \sqrt{\frac{(1 - \beta_2) \sum_i \beta_2^{n-i} D_i^{(s)} D_i^{(s)}}{1 - \beta_2^n}}
@@ -28,18 +28,18 @@ def measurement_weight(measurements: Tensor, beta2: float) -> Tensor:
         w = \frac{1 - \beta_2}{1 - \beta_2^n}
     """
     log_beta2 = math.log(beta2) if beta2 > 0 else -math.inf
-    # expm1 keeps the digits of 1 - beta2 that float32 would lose. Both are rounded alike, so the first weight is 1.
+    # expm1 keeps digits of 1 - beta2 that float32 would lose. Both terms are rounded alike, so the first weight is 1.
     return torch.expm1(torch.full_like(measurements, log_beta2)) / torch.expm1(measurements * log_beta2)
 
 
 def fold_measurement(stored: Tensor, values: Tensor, weight: Tensor, not_finite: Tensor) -> None:
     """Fold the values of one measurement into the Hessian momentum, in place.
 
-    A block is infinite before its first measurement, so that it takes no step. A block that the measured loss did not
-    touch stays infinite until a measurement touches it, and counts as 0 afterwards. A measurement that is not finite
-    is dropped. Masks do all of this on the device.
+    A block is infinite before its first measurement, so it takes no step. A block that took no part in the measured
+    loss stays infinite if it was never measured, and counts as 0 otherwise. A measurement that is not finite is
+    dropped. Masks do all of this on the device, without a sync.
     """
-    # inf marks a block never measured, -1 one that this loss did not touch. Only both together give -inf.
+    # inf marks a block never measured, and -1 a block that this loss did not reach. Only both together give -inf.
     unknown = (stored * values).eq(-math.inf)
     squares = values.clamp(min=0.0).square_()
     folded = stored.nan_to_num(posinf=0.0).square_().lerp_(squares, weight).sqrt_().masked_fill_(unknown, math.inf)

@@ -1,1 +1,1 @@
-"""What everything else is built on: errors, log, dtypes, batches, shards."""
+"""Shared helpers: errors, log, dtypes, batches, shards."""

@@ -1,4 +1,4 @@
-"""Batches of any structure: their tensors, their first examples, and which of them are alike."""
+"""Batches of any structure: their tensors, slices and signatures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from adahessian.base.log import info_once, warn_once
 
 _PLAIN = (str, bytes, int, float)
-_ANY = -1  # a list of texts or numbers agrees with any number of examples
+_ANY = -1  # a list of strings or numbers fits any number of examples
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
@@ -60,13 +60,13 @@ def _map_parts(function: Callable[[Any], Any], batch: Any) -> Any:
 def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     """Return the first examples of a batch, at least one.
 
-    Tensors are sliced along the batch dimension. A list of examples is sliced itself, and its entries stay whole. Its
-    entries are mappings that share keys, dataclasses, named tuples, or tensors of different sizes. They are tensors of
-    one size if the list is longer than that size, or the rest of the batch has as many examples as the list. A list of
-    texts or numbers is sliced if it has one entry per example.
+    Tensors are sliced along the batch dimension. A list of examples is shortened, and its entries stay whole. Examples
+    are mappings that share keys, dataclasses, named tuples, or tensors of different sizes. Tensors of one size count as
+    examples if the list is longer than that size, or as long as the rest of the batch has examples. A list of strings
+    or numbers is shortened if it has one entry per example.
 
     Raises:
-        ValueError: If there is nothing to slice, or parts of the batch disagree about the number of examples.
+        ValueError: If there is nothing to slice, or parts of the batch have different numbers of examples.
 
     Example:
         >>> slice_batch({"x": torch.arange(8), "names": ["a", "b", "c", "d"] * 2}, 0.25)
@@ -81,9 +81,9 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     sizes = {counts[0] if counts[0] in certain else counts[-1] for counts in others} or plain
     if len(sizes) != 1:
         raise ValueError(
-            f"batch_fraction={fraction} needs one number of examples along dimension {dim}, but the batch has "
-            f"{sorted(sizes) or 'no tensor to slice'}. Name the batch dimension with batch_dim, or slice the batch "
-            "yourself and set batch_fraction=1.0."
+            f"batch_fraction={fraction} needs the same number of examples everywhere along dimension {dim}, but the "
+            f"batch has {sorted(sizes) or 'no tensor to slice'}. Set batch_dim to the batch dimension, or slice the "
+            "batch yourself and set batch_fraction=1.0."
         )
     (size,) = sizes
     length = min(size, max(1, math.ceil(fraction * size - 1e-9)))  # 0.07 * 100 is a little more than 7
@@ -103,7 +103,7 @@ def _counts_in(batch: Any, dim: int) -> list[tuple[int, ...]]:
 
 
 def _counts(batch: Any, dim: int) -> tuple[int, ...]:
-    """Return the possible numbers of examples in a tensor or a list, the length of a list first."""
+    """Return the possible numbers of examples in a tensor or list, starting with the length of a list."""
     if isinstance(batch, Tensor):
         return tuple(batch.shape[dim : dim + 1])
     if not isinstance(batch, list) or not batch:
@@ -115,29 +115,29 @@ def _counts(batch: Any, dim: int) -> tuple[int, ...]:
     if isinstance(batch[0], Tensor):
         sizes = {part.shape[dim] for part in batch}
         return (len(batch), *sizes) if len(sizes) == 1 and len(batch) <= max(sizes) else (len(batch),)
-    # Examples share keys. The two mappings that a DataLoader makes of inputs and targets usually do not.
+    # Examples share keys. A DataLoader's mapping of inputs and its mapping of targets usually do not.
     is_record = hasattr(batch[0], "_fields") or not isinstance(batch[0], (tuple, list))
     return (len(batch),) if is_record and set.intersection(*(set(_parts(part) or ()) for part in batch)) else ()
 
 
 def signature(batch: Any) -> Hashable:
-    """Return what compiled code depends on in tensors, collections and plain values. Others raise a TypeError."""
+    """Return the properties of a batch that compiled code depends on. Objects of other types raise a TypeError."""
     if isinstance(batch, Tensor) and batch.layout is torch.strided:
         return Tensor, batch.shape, batch.stride(), batch.dtype, batch.device, batch.requires_grad
     if (parts := _parts(batch)) is not None:
         kind = Mapping if isinstance(batch, Mapping) else type(batch)
         return kind, tuple((key, signature(part)) for key, part in parts.items())
-    # Other objects compare by identity: no two would be equal, and each would be kept alive.
+    # Other objects compare by identity, so no two would be equal, and each would be kept alive.
     if batch is None or isinstance(batch, (*_PLAIN, complex, Enum, torch.dtype, torch.device)):
         return type(batch), batch
     raise TypeError(type(batch).__name__)
 
 
 class SeenSignatures:
-    """Decides by their signatures which batches to compile for: the first at once, three others after 50 batches."""
+    """Signatures worth compiling for: the first one at once, and up to three others after 50 batches each."""
 
     def __init__(self) -> None:
-        self._tried: dict[Hashable, Hashable | None] = {}  # None once refused
+        self._tried: dict[Hashable, Hashable | None] = {}  # None after refuse
         self._seen: Counter[Hashable] = Counter()
 
     def key(self, batch: Any) -> Hashable | None:
@@ -146,7 +146,7 @@ class SeenSignatures:
             key = signature(batch)
         except TypeError as error:
             warn_once(
-                f"batches with a {error} are neither compiled nor captured, because it cannot be compared between "
+                f"Batches with a {error} are neither compiled nor captured, because it cannot be compared between "
                 "batches. Pass tensors, plain values and collections of them."
             )
             return None
@@ -154,7 +154,7 @@ class SeenSignatures:
             self._seen[key] += 1
             if self._tried and (self._seen[key] < 50 or len(self._tried) == 4):
                 info_once(
-                    "a batch of another shape is neither compiled nor captured until the shape has occurred 50 times. "
+                    "A batch of another shape is neither compiled nor captured until the shape has occurred 50 times. "
                     "Pad or drop incomplete batches, so that all batches have one shape."
                 )
                 if len(self._seen) > 1000:
@@ -164,5 +164,5 @@ class SeenSignatures:
         return self._tried[key]
 
     def refuse(self, key: Hashable) -> None:
-        """Never return this signature again."""
+        """Treat a signature as not worth compiling for from now on."""
         self._tried[key] = None

@@ -1,4 +1,4 @@
-"""Dtypes that averages are computed in."""
+"""Dtypes for averages, and complex tensors as real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that averages of tensors of a dtype are kept in, at least as wide as float32.
+    """Return the dtype for averages of tensors with this dtype, at least as wide as float32.
 
     Example:
         >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.complex128)
@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as two real ones, stacked in front, and a real tensor unchanged.
+    """View a complex tensor as a stack of its real and imaginary parts. Return a real tensor unchanged.
 
     Example:
         >>> as_real(torch.tensor([1 + 2j, 3 + 4j])).tolist()

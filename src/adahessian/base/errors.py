@@ -1,4 +1,4 @@
-"""The library's exception, and what to do about torch's messages."""
+"""The library's exception, and remedies for PyTorch's error messages."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import re
 
 import torch
 
-# (pattern in torch's message, remedy); the first match wins.
+# (pattern in PyTorch's message, remedy). The first match wins.
 _REMEDIES = (
     (
         r"scaled_dot_product|_flash_attention|_efficient_attention",
         "Measure with adahessian.Curvature, which selects the math kernel, or run the model under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due",
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due is True",
     ),
     (
         r"cudnn_rnn",
         "Measure with adahessian.Curvature, which turns cuDNN off, or run the model under "
-        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due",
+        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due is True",
     ),
     (
         r"aot_autograd|torch\.compile|donated buffer",
         "Measure with adahessian.Curvature, which runs the original code of compiled models, and use the compiled "
-        "model for the gradient",
+        "model only for the gradient",
     ),
     (
         r"Trying to backward through the graph a second time|modified by an inplace operation",
-        "A loss_fn must return the loss without calling backward. A loop without Curvature must call "
-        "backward(create_graph=optimizer.curvature_due) once per step and change neither parameters nor saved tensors "
-        "before optimizer.step(). If optimizers share a loss, let one adahessian.Curvature per optimizer measure",
+        "If you use adahessian.Curvature, create one per optimizer, and do not call backward in loss_fn. If not, call "
+        "backward(create_graph=optimizer.curvature_due) once per step, and change neither parameters nor saved tensors "
+        "before optimizer.step()",
     ),
 )
-_OTHERWISE = "Replace the operation by one that torch can differentiate twice, or freeze the parameters before it"
+_OTHERWISE = "Replace the operation with a twice differentiable one, or freeze the parameters before it"
 
 
 class CurvatureError(RuntimeError):
@@ -38,7 +38,7 @@ class CurvatureError(RuntimeError):
 
 
 def explain(error: RuntimeError) -> CurvatureError:
-    """Return a CurvatureError that names the operation behind one of torch's errors, and a remedy.
+    """Return a CurvatureError that names the operation behind an error of PyTorch, and a remedy.
 
     Raises:
         RuntimeError: The error itself, if memory ran out or it is a CurvatureError.

@@ -1,7 +1,7 @@
 """The logger ``adahessian``.
 
-It has no handler and no level, so applications configure it like any other logger. Until they do, Python prints
-warnings to standard error and drops information.
+It has no handler and no level, so applications configure it like any other logger. By default, Python prints warnings
+to standard error and drops info messages.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def warn_once(message: str) -> None:
 
 @cache
 def info_once(message: str) -> None:
-    """Log a piece of information the first time it occurs in this process."""
+    """Log an info message the first time it occurs in this process."""
     logger.info(message)

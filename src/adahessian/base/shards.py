@@ -1,6 +1,6 @@
-"""Parameters that are sharded over ranks as DTensors: the part on this rank, and the whole tensor.
+"""Parameters that are sharded over ranks as DTensors: local shards and whole tensors.
 
-Only the first dimension may be sharded. Blocks of the curvature lie within a row, so no block is then cut.
+Only the first dimension may be sharded. Curvature blocks lie within a row, so sharding never splits a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this rank, which is all of an ordinary tensor. Autograd does not record it."""
+    """Return this rank's shard of a DTensor, without autograd. Return an ordinary tensor unchanged."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -48,7 +48,7 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
 
 
 def shard_like(param: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Make a DTensor of this shape, placed like a sharded parameter, from the part on this rank."""
+    """Create a DTensor of this shape, placed like a sharded parameter, from this rank's shard."""
     assert is_sharded(param)
     strides = torch.empty(shape, device="meta").stride()
     return type(param).from_local(
@@ -66,7 +66,7 @@ def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:
 
 
 def agree(flags: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the flags. A rank sees only its own shards, so flags of sharded params become the maximum over ranks."""
+    """Return the flags, with the maximum over ranks for sharded parameters, because each rank sees only its shard."""
     agreed = list(flags)
     if meshes := {i: param.device_mesh for i, param in enumerate(params) if is_sharded(param)}:
         common = torch.stack([flags[i] for i in meshes]).to(torch.int32)
@@ -79,7 +79,7 @@ def agree(flags: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_placement(param: Tensor) -> None:
-    """Raise a ValueError unless a parameter is whole, or real and sharded once, along its first dimension."""
+    """Raise a ValueError unless a parameter is whole, or is real and sharded only along its first dimension."""
     if not is_sharded(param):
         return
     if param.is_complex():
@@ -90,8 +90,8 @@ def check_placement(param: Tensor) -> None:
     shards = [placement for placement in param.placements if not placement.is_replicate()]
     if len(shards) > 1 or any(getattr(placement, "dim", None) != 0 for placement in shards):
         raise ValueError(
-            f"params contains a parameter of shape {tuple(param.shape)} with placements {param.placements}, which cut "
-            "its blocks. Shard parameters once, along their first dimension, as fully_shard does by default."
+            f"params contains a parameter of shape {tuple(param.shape)} with placements {param.placements}, which "
+            "split its blocks. Shard it once, along its first dimension, as fully_shard does by default."
         )
 
 

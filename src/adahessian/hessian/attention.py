@@ -16,9 +16,9 @@ _lock = threading.RLock()
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Replace ``F.scaled_dot_product_attention`` by :func:`attention`, for one thread at a time.
+    """Replace ``F.scaled_dot_product_attention`` with :func:`attention`, for one thread at a time.
 
-    When ``torch.func`` differentiates torch's math kernel under autocast, the kernel mixes dtypes.
+    PyTorch's math kernel mixes dtypes when ``torch.func`` differentiates it under autocast.
     """
     with _lock:
         original = F.scaled_dot_product_attention
@@ -39,7 +39,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    r"""Compute scaled dot-product attention, with the arguments of torch's function.
+    r"""Compute scaled dot-product attention, with the arguments of PyTorch's function.
 
     .. math::
         \operatorname{softmax}(s \, Q K^\top + M) \, V
@@ -56,7 +56,7 @@ def attention(
         is_hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask.eq(-math.inf)
         if attn_mask.dtype != torch.bool:
             scores = scores + attn_mask.masked_fill(is_hidden, 0.0)
-        # As in torch, a row without any key attends to nothing. Minus infinity would make all derivatives NaN.
+        # As in PyTorch, a row without any key attends to nothing. Scores of -inf would make all derivatives NaN.
         scores = scores.masked_fill(is_hidden, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(is_hidden.all(-1, keepdim=True), 0.0)
     if dropout_p > 0:

@@ -1,8 +1,8 @@
-"""Batch norm whose second derivative takes few sums over the batch, for the compiled pass.
+"""Batch norm whose second derivative needs few sums over the batch, for the compiled pass.
 
-The second derivative of torch's own batch norm takes a dozen sums over the batch per layer, one after another, which
-dominate the pass if images are small. Here the forward pass takes two and the backward pass one, each together with the
-sum of its tangent.
+The second derivative of PyTorch's own batch norm needs a dozen sums over the batch per layer, one after another. They
+dominate the pass if images are small. Here, the forward pass needs two sums and the backward pass one, each together
+with the sum of its tangent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
-    """Compute ``module.forward(x)``, in training by :func:`normalize`."""
+    """Compute ``module.forward(x)``, with :func:`normalize` in training."""
     channels = x.shape[1] if x.dim() > 1 else 0
     per_channel = (module.weight, module.bias, module.running_mean, module.running_var)
     fits = 0 < channels < x.numel() and all(each is None or each.shape == (channels,) for each in per_channel)
@@ -35,10 +35,10 @@ def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Normalize by the statistics of the batch; return them too, without a graph.
+    r"""Normalize by the statistics of the batch, and return these statistics without a graph.
 
-    With :math:`s` the rounded mean of the batch as a constant, nothing below depends on it, nor do derivatives. But all
-    sums of one derivative can be computed at once:
+    The shift :math:`s` is the rounded mean of the batch, as a constant. Neither results nor derivatives depend on it,
+    but it allows all sums of one derivative to be computed at once:
 
     .. math::
         d = \overline{x - s}, \quad \sigma^2 = \overline{(x - s)^2} - d^2, \quad

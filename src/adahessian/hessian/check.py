@@ -1,6 +1,6 @@
-"""The check of the compiled product against double backward, once.
+"""A single check of the compiled product against double backward.
 
-Some versions of torch silently compute wrong second derivatives for some operations.
+Some versions of PyTorch silently compute wrong second derivatives of some operations.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from adahessian.hessian.compiled import CompiledPass
 from adahessian.hessian.double_backward import Derivatives, Request, double_backward
 from adahessian.hessian.isolation import devices_of, random_state_kept
 
-# The largest error relative to double backward of all parameters together, and that of a single one, whose products are
-# measured by the last number times the average product if they are smaller. The bias before a batch norm, for one, has
-# no curvature except by rounding. Rounding to tf32 or less moves units of ReLU networks across their kinks.
+# Largest errors relative to double backward: of all parameters together, and of a single parameter. A single error is
+# divided by at least the third number times the average product. The bias before a batch norm, for example, has no
+# curvature except rounding errors. Rounding to tf32 or less moves units of ReLU networks across their kinks.
 _REDUCED = 0.25, 0.5, 3e-2
 _EXACT = {torch.float64: (1e-6, 1e-5, 1e-3), torch.float32: (1e-2, 5e-2, 1e-3)}
 
@@ -36,10 +36,10 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
     A random loss is compared with dropout off and without the compiler, which may draw random numbers in another order.
 
     Returns:
-        How well they agree, and whether another batch can change that.
+        A description of the result, and whether another batch can change it.
 
     Raises:
-        UnusableError: If they disagree, or the compiled pass fails. Other errors are those of the loss.
+        UnusableError: If they disagree, or the compiled pass fails. Other errors come from the loss.
     """
     model, loss_fn, request = compiled.model, compiled.loss_fn, request._replace(num_probes=1)
     with random_state_kept(model):
@@ -67,7 +67,7 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
                 exact = double_backward(model, loss_fn, batch, request)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # of a model that returns something else in evaluation mode
+            except Exception:  # the model may return something else in evaluation mode
                 return "not compared with double backward: the loss cannot be computed without dropout", False
             found = compiled(batch, request, False, compiled=False)
             if before != _random_states(model):
@@ -83,7 +83,7 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
 
 
 def reason(error: Exception) -> str:
-    """Return an error of the compiler or its backend in one line."""
+    """Describe an error of the compiler or its backend in one line."""
     error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {first_line(error)[:200]}"
 
@@ -91,9 +91,9 @@ def reason(error: Exception) -> str:
 def errors(
     found: Sequence[Tensor | None], expected: Sequence[Tensor | None], *, negligible: float = 1e-3
 ) -> tuple[float, float]:
-    """Compute the relative error of all parameters together, and the largest of a single one.
+    """Compute the relative error of all parameters together, and the largest error of a single parameter.
 
-    Parameters whose expected product is not finite do not count.
+    Parameters whose expected product is not finite are ignored.
     """
     pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None and b.numel()]
     squares = [
@@ -110,12 +110,12 @@ def errors(
 
 
 def bounds_for(params: Sequence[Tensor]) -> tuple[float, float, float]:
-    """Choose bounds by the precision that products are computed in."""
+    """Choose bounds by the precision in which products are computed."""
     dtypes = {param.dtype for param in params}
     if len(dtypes) > 1 or dtypes.isdisjoint(_EXACT):
         return _REDUCED
     (dtype,) = dtypes
-    # On other devices than a CPU, float32 is often tf32.
+    # On devices other than CPUs, float32 products often use tf32.
     is_exact = dtype == torch.float64 or all(param.device.type == "cpu" for param in params)
     return _EXACT[dtype] if is_exact else _REDUCED
 

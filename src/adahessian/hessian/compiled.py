@@ -22,14 +22,14 @@ _SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys((_BatchNorm.forward, nn.Syn
 
 _Buffers = dict[str, Tensor]
 _Found = tuple[Tensor, list[Tensor], list[Tensor], _Buffers]
-# From parameters, buffers, a probe and a batch to the loss, its gradients, H z and the buffers after the pass.
+# Maps parameters, buffers, a probe and a batch to the loss, its gradients, H z and the buffers after the pass.
 _Function = Callable[[Sequence[Tensor], _Buffers, Sequence[Tensor], Any], _Found]
 
 
 class CompiledPass:
-    """The derivatives of ``loss_fn(model, batch)`` by parameters of the model: a call of a compiled function per probe.
+    """Derivatives of ``loss_fn(model, batch)`` with respect to parameters, by one compiled call per probe.
 
-    Operands that only feed ``H z`` are rounded to ``product_dtype``, if there is one.
+    Operands that only ``H z`` needs are rounded to ``product_dtype``, unless it is None.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CompiledPass:
         self._unused: dict[Hashable, frozenset[int]] = {}
 
     def __call__(self, batch: Any, request: Request, keep_buffers: bool, *, compiled: bool = True) -> Derivatives:
-        """Differentiate the loss of a batch twice; ``compiled=False`` runs the same function without the compiler."""
+        """Differentiate the loss of a batch twice. ``compiled=False`` runs the same function without the compiler."""
         function = self._compiled if compiled else self._function
         key = signature(batch), tuple(module.training for module in self.model.modules())
         if key not in self._unused:
@@ -62,13 +62,13 @@ class CompiledPass:
             _transforms_closed(),
         ):
             for z in probes:
-                # The passes draw the same random numbers. The random state of a CUDA graph cannot be restored.
+                # All passes draw the same random numbers. A CUDA graph cannot restore its random state.
                 is_last = len(products) + 1 == len(probes)
                 with nullcontext() if is_last or _is_capturing() else random_state_kept(self.model):
                     loss, gradients, product, after = function(params, buffers, z, batch)
                 products.append(product)
             if self._unused[key] and _may_wait():
-                # Which parameters take part may depend on the data. A gradient proves that one does.
+                # Which parameters take part may depend on the data. A nonzero gradient proves that a parameter does.
                 self._unused[key] -= {i for i in self._unused[key] if gradients[i].any()}
             if keep_buffers and buffers:
                 torch._foreach_copy_(list(buffers.values()), [after[name] for name in buffers])
@@ -77,7 +77,7 @@ class CompiledPass:
         return Derivatives(loss, values[0], probes, values[1:])
 
     def _find_unused(self, batch: Any, params: Sequence[Tensor]) -> frozenset[int]:
-        """Find the parameters that take no part in the loss, for which ``torch.func`` has zeros."""
+        """Find the parameters that take no part in the loss, for which ``torch.func`` returns zeros."""
         with torch.enable_grad(), isolated(self.model, {}), random_state_kept(self.model):
             gradients = torch.autograd.grad(self.loss_fn(self.model, batch), params, allow_unused=True)
         return frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
@@ -93,7 +93,7 @@ class _FunctionalLoss(nn.Module):
         self.names = [names[id(param)] for param in params]
 
     def forward(self, batch: Any) -> tuple[Tensor, _Buffers]:
-        """Compute the loss, and return the buffers afterwards, which the model may have replaced by other tensors."""
+        """Return the loss and the buffers after the pass, which the model may have replaced with other tensors."""
         return self.loss_fn(self.model, batch), dict(self.named_buffers())
 
     def derivatives(self, params: Sequence[Tensor], buffers: _Buffers, probe: Sequence[Tensor], batch: Any) -> _Found:
@@ -110,7 +110,7 @@ class _FunctionalLoss(nn.Module):
 
 
 def compile_derivatives(function: _Function, product_dtype: torch.dtype | None, *, channels_last: bool) -> _Function:
-    """Compile :meth:`_FunctionalLoss.derivatives`, with images and kernels in channels-last order if wanted."""
+    """Compile :meth:`_FunctionalLoss.derivatives`, optionally with images and kernels in channels-last order."""
     from adahessian.hessian.tangents import TangentPass, mark  # imports the compiler
 
     def derivatives(params: Sequence[Tensor], buffers: _Buffers, probe: Sequence[Tensor], batch: Any) -> Any:
@@ -121,9 +121,9 @@ def compile_derivatives(function: _Function, product_dtype: torch.dtype | None, 
         found = [[_in_order_of(param, each) for param, each in zip(params, tensors, strict=True)] for tensors in found]
         return loss, *found, after
 
-    # The compiler counts the versions of a function by its code, and allows eight. Each model needs its own code.
+    # The compiler allows eight versions of a function per code object, so each model needs its own.
     derivatives.__code__ = derivatives.__code__.replace()
-    # fallback_random: the pass sees the dropout that the gradient will see.
+    # fallback_random gives the pass the same dropout masks as the gradient.
     options: Any = {"fallback_random": True, "post_grad_custom_pre_pass": TangentPass(product_dtype)}
     compiled: _Function = torch.compile(derivatives, fullgraph=True, dynamic=False, options=options)
     return compiled
@@ -141,7 +141,7 @@ def _in_order_of(param: Tensor, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _transforms_closed() -> Iterator[None]:
-    """Close what torch 2.13 leaves open for the rest of the process if the compiler fails inside ``torch.func``."""
+    """Restore global state that torch 2.13 leaves changed if the compiler fails inside ``torch.func``."""
     autograd = torch._C._autograd
     forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
     try:

@@ -1,9 +1,9 @@
 r"""Convolutions whose derivatives of every order are convolutions.
 
-:math:`\langle y, x * w \rangle` is linear in each of y, x and w. Its gradient by y is the convolution, and torch has
-functions for its gradients by x and w. If one of these three is computed and v is the gradient by its result, the
-gradient by one of its two arguments is another of the three, with v in place of the result. Torch's own second
-derivative convolves with kernels as large as images, for which GPUs have no fast code.
+:math:`\langle y, x * w \rangle` is linear in each of y, x and w. Its gradient with respect to y is the convolution, and
+PyTorch has functions for the other gradients. Let v be the gradient with respect to the result of one of these three
+functions. The gradient with respect to either argument is then another of the three, with v in place of the result.
+PyTorch's own second derivative convolves with kernels as large as images, for which GPUs have no fast code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Geometry(NamedTuple):
 
 
 def conv_forward(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
-    """Compute ``module.forward(x)``, by torch's own convolution if it is not an ordinary one in full precision."""
+    """Compute ``module.forward(x)``, falling back to PyTorch for unusual convolutions and reduced precision."""
     w, bias = module.weight, module.bias
     is_ordinary = (
         type(module)._conv_forward in _TORCHS_OWN
@@ -41,10 +41,10 @@ def conv_forward(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor
 
 
 def _gradient(geometry: _Geometry, *given: Tensor | None) -> Tensor:
-    """Compute the gradient of <y, x * w> by the one of (y, x, w) that is None. A bias may follow if that is y."""
+    """Compute the gradient of <y, x * w> with respect to the argument that is None. If y is None, a bias may follow."""
     if torch.is_grad_enabled() and not is_transformed(*given):
         return _Gradient.apply(geometry, *given)  # type: ignore[no-any-return, no-untyped-call]
-    return _compute(geometry, *given)  # torch can differentiate the operations themselves
+    return _compute(geometry, *given)  # PyTorch can differentiate the operations themselves
 
 
 def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor
         if y is None:
             return torch.convolution(x, w, bias, *geometry.sizes)
         wanted = [x is None, w is None, False]
-        placeholder = y.new_empty(())  # of the one that is None only the shape counts
+        placeholder = y.new_empty(())  # only the shape of the missing argument matters
         x = placeholder.expand(geometry.x) if x is None else x
         w = placeholder.expand(geometry.w) if w is None else w
         by_x, by_w, _ = torch.ops.aten.convolution_backward(y, x, w, None, *geometry.sizes, wanted)
@@ -66,7 +66,7 @@ class _Gradient(Function):
         needed = ctx.needs_input_grad[1:4]
         ctx.geometry = geometry
         ctx.computed = next(i for i in range(3) if given[i] is None)
-        # The gradient by one argument needs the other one.
+        # The gradient with respect to one argument needs the other argument.
         ctx.save_for_backward(*(given[i] if any(needed[:i] + needed[i + 1 :]) else None for i in range(3)))
         return _compute(geometry, *given)
 
@@ -84,7 +84,7 @@ class _Gradient(Function):
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Return whether substitutes can take tensors: ordinary ones in one full precision, not transformed."""
+    """Return whether substitutes support these tensors: ordinary, in one full precision and not transformed."""
     dtype, device = tensors[0].dtype, tensors[0].device.type
     return (
         dtype in (torch.float32, torch.float64)
@@ -96,7 +96,7 @@ def are_plain(*tensors: Tensor) -> bool:
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether ``torch.func``, forward differentiation or ``is_grads_batched`` is at work on tensors."""
+    """Return whether ``torch.func``, forward differentiation or ``is_grads_batched`` transforms these tensors."""
     functorch = torch._C._functorch
     return (
         functorch.peek_interpreter_stack() is not None
@@ -106,6 +106,6 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: a gradient may be computed under an autocast that its function was not under."""
+    """Disable autocast, because a gradient may run under an autocast that its forward pass did not run under."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -1,4 +1,4 @@
-"""Hessian-vector products by differentiating the gradient: H z = d(g . z) / d theta. They work for every model."""
+"""Hessian-vector products by double backward, H z = d(g . z) / d theta, which works for every model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from adahessian.base.errors import CurvatureError, explain
 from adahessian.hessian.graph import check_twice_differentiable
 from adahessian.hessian.isolation import Forward, isolated
 
-# Called as draw(probe, out=None): Rademacher signs in the shapes and dtypes of the parameters, into ``out`` if given.
+# draw(probe, out=None) returns Rademacher signs in the shapes and dtypes of the parameters, in ``out`` if given.
 Draw = Callable[..., list[Tensor]]
 
 
 class Request(NamedTuple):
-    """All that a product knows of an optimizer."""
+    """The parts of an optimizer that a Hessian-vector product needs."""
 
-    params: list[Tensor]  # to differentiate by
+    params: list[Tensor]  # to differentiate with respect to
     num_probes: int
     draw: Draw
 
@@ -47,7 +47,7 @@ def double_backward(
 ) -> Derivatives:
     """Differentiate ``loss_fn(model, batch)`` twice, in an isolated pass on the model itself.
 
-    ``check_graph`` searches the graph for operations that torch silently differentiates wrongly.
+    ``check_graph`` searches the graph for operations whose second derivative PyTorch silently gets wrong.
 
     Raises:
         CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
@@ -60,8 +60,8 @@ def double_backward(
         gradients = _differentiate([loss], request.params, create_graph=True)
         if all(gradient is None for gradient in gradients):
             raise CurvatureError(
-                "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model whose "
-                "parameters the optimizer has."
+                "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model that the "
+                "optimizer trains."
             )
         probes, products = products_of(gradients, request.params, request.draw, request.num_probes)
     return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
@@ -70,9 +70,9 @@ def double_backward(
 def products_of(
     gradients: Sequence[Tensor | None], params: Sequence[Tensor], draw: Draw, num_probes: int
 ) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
-    """Compute the probes and H z for each of them, as in :class:`Derivatives`, and free the graph with the last.
+    """Draw the probes, compute H z for each probe, as in :class:`Derivatives`, and free the graph after the last one.
 
-    The gradients carry their graph. One without a graph is constant, so its products are zero.
+    The gradients carry their graph. A gradient without a graph is constant, so its products are zero.
 
     Raises:
         CurvatureError: If an operation in the graph has no second derivative.
@@ -121,18 +121,18 @@ def reject_sparse(gradient: Tensor | None) -> None:
     """Raise a RuntimeError if a gradient is sparse."""
     if gradient is not None and gradient.is_sparse:
         raise RuntimeError(
-            "AdaHessian does not support sparse gradients. Create the embedding with sparse=False, or train it by "
-            "Adagrad: AdaHessian(adahessian.param_groups(model, sparse_lr=0.01), lr=...)."
+            "AdaHessian does not support sparse gradients. Create the embedding with sparse=False, or train it with "
+            "Adagrad by passing adahessian.param_groups(model, sparse_lr=0.01) to AdaHessian."
         )
 
 
 def _check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor):
-        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return the loss alone, as a tensor.")
+        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return only the loss, as a tensor.")
     if loss.numel() != 1 or loss.is_complex():
         raise CurvatureError(
-            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar: reduce the "
-            "loss with .mean()."
+            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
+            "by reducing the loss with .mean()."
         )
     if not loss.requires_grad:
         raise CurvatureError(

@@ -19,7 +19,7 @@ from adahessian.hessian.double_backward import Derivatives, Request, double_back
 from adahessian.hessian.isolation import Forward, random_state_kept
 from adahessian.hessian.lstm import lstm_forward
 
-# Compiling takes a minute or two. Models with fewer parameters do not repay it.
+# Compilation takes a minute or two, which does not pay off for models with fewer parameters.
 _WORTH_COMPILING = 100_000
 
 _SUBSTITUTES: dict[Forward, Forward] = {
@@ -29,11 +29,11 @@ _SUBSTITUTES: dict[Forward, Forward] = {
 
 
 class Engine:
-    """Second derivatives of ``loss_fn(model, batch)``, by a compiled pass if it pays off and works.
+    """Second derivatives of ``loss_fn(model, batch)``, from a compiled pass if it pays off and works.
 
-    The compiled pass is compared with double backward on the first batch. Double backward computes everything if the
-    compiled pass fails or disagrees, and otherwise batches of shapes that are not worth compiling for. The arguments
-    are those of :class:`adahessian.Curvature`.
+    The compiled pass is compared with double backward on the first batch. If it fails or disagrees, double backward
+    computes everything. Otherwise, double backward serves only batches whose shapes are not worth compiling for. The
+    arguments have the same meaning as for :class:`adahessian.Curvature`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Engine:
         self._forget()
 
     def derivatives(self, batch: Any, request: Request, *, keep_buffers: bool = False) -> Derivatives:
-        """Differentiate the loss of a batch twice, and keep the changes to buffers as a training step does if wanted.
+        """Differentiate the loss of a batch twice. ``keep_buffers`` keeps changes to buffers, as in a training step.
 
         Raises:
             CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
@@ -81,7 +81,7 @@ class Engine:
             return self.derivatives(batch, request)
 
     def pass_for(self, batch: Any, request: Request) -> Callable[[Any, Request, bool], Derivatives]:
-        """Return the pass for batches like this one, compiled by now if that works, for a CUDA graph."""
+        """Return the pass for batches like this one, already compiled if possible, for a CUDA graph to capture."""
         self._choose(request.params)
         if self._compiled is not None:
             with random_state_kept(self._model):
@@ -91,7 +91,7 @@ class Engine:
         return self._double_backward
 
     def why_not_compiled(self, params: Sequence[Tensor]) -> str | None:
-        """Return why derivatives by these parameters are not compiled; None if they are."""
+        """Return why derivatives with respect to these parameters are not compiled, or None if they are."""
         is_on_gpu = any(param.device.type == "cuda" for param in params)
         if not params:
             return "no parameter requires a gradient"
@@ -100,16 +100,16 @@ class Engine:
         if self._compile is None and not is_on_gpu:
             return "compile=True compiles on this device too"
         if self._compile is None and sum(each.numel() for each in params if not is_lazy(each)) < _WORTH_COMPILING:
-            return f"fewer than {_WORTH_COMPILING} parameters do not repay compiling"
+            return f"compilation does not pay off for fewer than {_WORTH_COMPILING} parameters"
         if not set(map(id, params)) <= set(map(id, self._model.parameters())):
-            return "the optimizer has parameters that are not the model's"
+            return "the optimizer has parameters that are not in the model"
         if any(param.is_complex() for param in params):
             return "the model has complex parameters"
         return "Triton is not installed or does not support this GPU" if is_on_gpu and not has_triton() else None
 
     def _choose(self, params: Sequence[Tensor]) -> None:
-        """Decide whether to compile, again if there are other parameters to differentiate by."""
-        # By name, because the parameters that FSDP2 gathers are new tensors in each pass.
+        """Decide whether to compile, and decide again if the parameters have changed."""
+        # By name, because FSDP2 gathers parameters into new tensors in each pass.
         names = {id(param): name for name, param in self._model.named_parameters()}
         shapes = [None if is_lazy(param) else param.shape for param in params]
         key = tuple((names.get(id(param)), param.dtype, param.device) for param in params), tuple(shapes)
@@ -124,7 +124,7 @@ class Engine:
             self._do_without_compiler(why_not, warn_once if self._compile else info_once)
 
     def _try_compiled(self, key: Hashable, batch: Any, request: Request, keep_buffers: bool) -> Derivatives | None:
-        """Run the compiled pass; return None if it fails for this signature or disagrees with double backward."""
+        """Run the compiled pass, or return None if it fails for this signature or disagrees with double backward."""
         assert self._compiled is not None
         if self._compares:
             info_once("Compiling the curvature pass takes one to two minutes")
@@ -139,7 +139,7 @@ class Engine:
             return self._compiled(batch, request, keep_buffers)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # for example at the recompile limit, if a Python number in the loss changes
+        except Exception as error:  # for example at the recompile limit, if a number in the loss changes
             warn_once(f"The curvature pass is not compiled for one shape of batch: {reason(error)}")
             self._seen.refuse(key)
             return None
@@ -148,7 +148,7 @@ class Engine:
         self._compiled = None
         self._describe(f"double backward, not compiled: {why}", log)
         if self._product_dtype is not None:
-            warn_once("product_dtype has no effect, because the curvature pass is not compiled")
+            warn_once("product_dtype has no effect, because the curvature pass is not compiled. Leave it at None.")
 
     def _describe(self, description: str, log: Callable[[str], None]) -> None:
         self.description = description

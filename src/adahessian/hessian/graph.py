@@ -1,4 +1,4 @@
-"""Operations that torch differentiates twice without an error, and wrongly."""
+"""Operations whose second derivative PyTorch silently gets wrong."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from adahessian.base.errors import CurvatureError
 # The code that all functions decorated with @once_differentiable share, and the node they leave in a gradient's graph.
 _ONCE_CODE = once_differentiable(lambda _: None).__code__
 _ONCE_NODE = "torch::autograd::Error"
-# The gradient of a norm. When torch differentiates it twice, it treats mean and deviation as constants.
+# The gradient of a norm. PyTorch's second derivative of a gradient treats mean and deviation as constants.
 _GRADIENT_OF_NORM = re.compile(r"(layer|batch)norm(?=backwardbackward)", re.IGNORECASE)
 
 
 def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:
-    """Raise if the graph contains an operation whose second derivative is silently wrong.
+    """Raise an error if the graph contains an operation whose second derivative PyTorch silently gets wrong.
 
-    The tensors are gradients with their graph, or the loss. A gradient of a norm, which the graph of each gradient may
-    contain, is an error in that of a loss, as for a gradient penalty.
+    The tensors are gradients with their graph, or the loss. A gradient of a norm may occur in the graph of a gradient.
+    In the graph of a loss, as with a gradient penalty, it is an error.
 
     Raises:
-        CurvatureError: If there is such an operation; the message names it and a remedy.
+        CurvatureError: If it does. The message names the operation and a remedy.
     """
     known = set()
     for node in _nodes(tensors):
@@ -49,17 +49,17 @@ def _problem(node: Node) -> str | None:
             "Reentrant activation checkpointing hides its parameters from a second derivative. Call "
             "torch.utils.checkpoint with use_reentrant=False"
         )
-    # Where nothing else needs its derivative, torch treats such a backward as a constant.
+    # If nothing else needs its derivative, PyTorch treats this backward as a constant.
     if getattr(getattr(function, "backward", None), "__code__", None) is _ONCE_CODE or node.name() == _ONCE_NODE:
         name = getattr(function, "__qualname__", "a custom autograd function")
         return (
             f"{name} cannot be differentiated twice because its backward is marked @once_differentiable. Write that "
             "backward with differentiable operations and without the decorator"
         )
-    # Its backward treats the norm that it has saved as a constant.
+    # The backward treats its saved norm as a constant.
     if node.name() == "WeightNormInterfaceBackward0":
         return (
-            "torch computes a wrong second derivative of weight_norm. Write it as a parametrization that returns "
+            "PyTorch computes a wrong second derivative of weight_norm. Replace it with a parametrization that returns "
             "g * v / v.norm(...)"
         )
     return None
@@ -69,8 +69,8 @@ def _problem_of_norm(node: Node, kind: str) -> str | None:
     if getattr(node, "_saved_train", True) is False:  # in evaluation mode the statistics are constants
         return None
     return (
-        f"The loss contains a gradient of {kind}_norm, as a gradient penalty does, and torch computes a wrong second "
-        "derivative of it. Use group_norm or rms_norm instead"
+        f"The loss contains a gradient of {kind}_norm, as in a gradient penalty, and PyTorch computes a wrong second "
+        "derivative of this gradient. Use group_norm or rms_norm instead"
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-# The ``forward`` of a class of layers, or a function of a layer and its inputs that replaces it.
+# The ``forward`` of a layer class, or a function of a layer and its inputs that replaces it.
 Forward = Callable[..., Any]
 
 
@@ -23,7 +23,7 @@ def _forward_inside(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any)
     return wrapper.module(*args, **kwargs)
 
 
-# The pass belongs to this process: DDP must not reduce gradients, and SyncBatchNorm must not wait for other processes.
+# The pass is local to this rank, so DDP must not reduce gradients, and SyncBatchNorm must not wait for other ranks.
 _LOCAL: dict[Forward, Forward] = {
     DistributedDataParallel.forward: _forward_inside,
     nn.SyncBatchNorm.forward: _BatchNorm.forward,
@@ -47,10 +47,10 @@ def isolated(
 
     Args:
         model: The model.
-        substitutes: Functions to run in place of the ``forward`` of layers, called with the layer and its inputs.
-        params: Further parameters to differentiate by.
-        keep_buffers: Keep the changes of a pass to buffers, unless it fails.
-        compiled: The pass itself is compiled.
+        substitutes: Functions that replace the ``forward`` of layers. They receive the layer and its inputs.
+        params: Further parameters whose hooks do not run.
+        keep_buffers: Keep the changes that the pass makes to buffers, unless it fails.
+        compiled: Whether the pass itself is compiled.
     """
     modules, substitutes = list(model.modules()), {**_LOCAL, **substitutes}
     with ExitStack() as stack:
@@ -62,14 +62,14 @@ def isolated(
                 stack.callback(set_enabled, getattr(torch._C, f"_get_{library}_enabled")())
                 set_enabled(False)
         for module in modules:
-            # By ``forward``, because FSDP2 and parametrizations change the class. A subclass with its own keeps it.
+            # By ``forward``, because FSDP2 and parametrizations change the class. Subclasses keep their ``forward``.
             substitute = substitutes.get(getattr(type(module), "forward", print))
             if substitute is not None and "forward" not in module.__dict__:
                 stack.callback(module.__dict__.pop, "forward", None)
-                # A method: any other callable, made anew in each pass, would have the compiler compile anew.
+                # A bound method, because any other callable would be new in each pass and trigger recompilation.
                 module.__dict__["forward"] = MethodType(substitute, module)
         if not compiled:
-            if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            if "torch._dynamo" in sys.modules:  # if not loaded, nothing is compiled, and importing it takes seconds
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(hooks_silenced([*model.parameters(), *params]))
             for param in model.parameters():
@@ -85,7 +85,7 @@ def isolated(
 
 @contextmanager
 def _buffers_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run on copies of buffers: a waiting graph may have saved the originals, and would notice that they change."""
+    """Run on copies of buffers, because a pending autograd graph may have saved the originals."""
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
     # One copy per tensor, because modules may share it.
     copies: dict[Tensor | None, Tensor | None] = {None: None}
@@ -98,7 +98,7 @@ def _buffers_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module, own in buffers:
             for name, before in own.items():
                 after = module._buffers.get(name)
-                # One of another shape is a cache that has grown, such as a table of positions. The module needs it.
+                # A buffer with a new shape is a cache that has grown, such as a position table. The module needs it.
                 if after is None or (before is not None and before.shape == after.shape):
                     module._buffers[name] = before
 
@@ -123,7 +123,7 @@ def buffers_restored(model: nn.Module, *, on_success: bool = True) -> Iterator[N
 
 @contextmanager
 def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
-    """Keep the user's hooks on gradients from running on other tensors."""
+    """Disable the user's hooks on gradients, which must not run on other tensors."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooked = [(param, kind, getattr(param, kind)) for param in params for kind in kinds if getattr(param, kind, None)]
     try:
@@ -137,7 +137,7 @@ def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the random states of torch, on the CPU and the model's devices, of Python, and of NumPy if loaded."""
+    """Restore the random states of PyTorch (on the CPU and the model's devices), of Python, and of NumPy if loaded."""
     numpy_random = sys.modules.get("numpy.random")
     numpy_state = numpy_random.get_state() if numpy_random else None
     python_state = random.getstate()

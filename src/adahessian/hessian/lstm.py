@@ -1,6 +1,6 @@
-r"""LSTM layers whose derivatives of every order are recurrences computed by few operations.
+r"""LSTM layers whose derivatives of every order are recurrences with few operations per step.
 
-Neither cuDNN's nor oneDNN's LSTM can be differentiated twice. Torch's own fallback runs a dozen small operations per
+Neither cuDNN's nor oneDNN's LSTM can be differentiated twice. PyTorch's fallback runs a dozen small operations per
 step, and each derivative multiplies their number. With :math:`a_t = x_t + W h_{t-1}` for the four gates, where x is the
 transformed input, a step is
 
@@ -8,14 +8,14 @@ transformed input, a step is
     i, f, o = \sigma(a_i), \sigma(a_f), \sigma(a_o), \quad z = \tanh(a_z), \quad
     c_t = f c_{t-1} + i z, \quad h_t = o \tanh(c_t)
 
-Its gradient is the solution u of a recurrence u = M u + g, linear in the gradients g by all gates, c and h:
+Its gradient is the solution u of a recurrence u = M u + g, linear in the gradients g of all gates, c and h:
 
 .. math::
     \eta_t = g_h + W^\top \alpha_{t+1}, \quad \gamma_t = g_c + f_{t+1} \gamma_{t+1} + k_c \eta_t, \quad
     \alpha_t = s g_s + (k_i \gamma_t, k_f \gamma_t, k_z \gamma_t, k_o \eta_t)
 
-with factors s, k and f that are known for all steps at once. The gradient of such a solution is the solution of the
-adjoint recurrence, :math:`\lambda = M^\top \lambda + v`, and :math:`\lambda u^\top` by M.
+The factors s, k and f are known for all steps at once. The gradient with respect to g is the solution of the adjoint
+recurrence, :math:`\lambda = M^\top \lambda + v`. The gradient with respect to M is :math:`\lambda u^\top`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from adahessian.hessian.convolution import are_plain, is_transformed, without_au
 
 
 def lstm_forward(module: nn.LSTM, x: Any, state: Any = None) -> Any:
-    """Compute ``module.forward(x, state)``, by torch's own for packed sequences, projections and unbatched input."""
+    """Compute ``module.forward(x, state)``. PyTorch computes packed sequences, projections and unbatched input."""
     module._update_flat_weights()
     params: list[Any] = module._flat_weights
     is_ordinary = isinstance(x, Tensor) and x.dim() == 3 and x.numel() > 0 and not module.proj_size
@@ -65,14 +65,14 @@ def _layers(
             _, c, h = _Recurrence.apply(gates, of_hidden, h_0[number], c_0[number])  # type: ignore[no-untyped-call]
             last_h.append(h[-1])
             last_c.append(c[-1])
-            # A copy, because users may write to what they get.
+            # A copy, because users may write to the output.
             outputs.append(h[1:].flip(0) if direction else h[1:].clone())
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
     return x.transpose(0, 1) if module.batch_first else x, (torch.stack(last_h), torch.stack(last_c))
 
 
 class _Recurrence(Function):
-    """From x, W, h_0 and c_0 to the gates, c and h of all steps; those of c and h begin with step 0."""
+    """The recurrence from x, W, h_0 and c_0 to the gates, c and h of all steps. The results c and h include step 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, h_0: Tensor, c_0: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,8 +110,8 @@ def _solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if is_transformed(*given):
         raise CurvatureError(
-            "loss_fn computes gradients of an LSTM by torch.func.vmap or is_grads_batched=True. Compute them one after "
-            "another."
+            "loss_fn computes gradients of an LSTM with torch.func.vmap or is_grads_batched=True. Compute them one "
+            "after another."
         )
     k, k_c, _, _ = factors
     steps, batch, size = k_c.shape
@@ -148,7 +148,7 @@ class _Solution(Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once, which is all that checkpointing allows
+        saved = ctx.saved_tensors  # only once, because checkpointing allows no more
         factors, solution = saved[:4], saved[4:]
         other = _solve(not ctx.backwards, factors, given)
         (alpha, gamma, eta), (l_alpha, l_gamma, l_eta) = (solution, other) if ctx.backwards else (other, solution)

@@ -1,8 +1,8 @@
-"""The tangents in a compiled pass: operands that only feed ``H z`` are rounded, and zero products are removed.
+"""Tangents in a compiled pass: round operands that only ``H z`` needs, and remove products that are zero.
 
-Forward-over-reverse differentiation computes the gradient together with its tangent, to which two thirds of the matrix
-products and convolutions belong. Rounding their operands to bfloat16 changes no bit of the gradient. The error that it
-adds to ``H z`` is far below that of Hutchinson's estimate.
+Forward-over-reverse differentiation computes the gradient together with its tangent. Two thirds of the matrix products
+and convolutions belong to the tangent. Rounding their operands to bfloat16 changes no bit of the gradient. The error
+that rounding adds to ``H z`` is far below the error of Hutchinson's estimate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _BACKWARD = aten.convolution_backward.default
 _MATRIX_PRODUCTS = (aten.mm.default, aten.bmm.default)
 _PRODUCTS = (*_MATRIX_PRODUCTS, aten.addmm.default, aten.baddbmm.default, aten.convolution.default, _BACKWARD)
 
-# They map zeros to zeros.
+# Operations that map zeros to zeros.
 _SHAPES = (aten.expand.default, aten.view.default, aten.reshape.default, aten.permute.default, aten.unsqueeze.default)
 _KEEP_ZEROS = (*_SHAPES, aten.clone.default, _CONVERT)
 
 
 @torch.library.custom_op("adahessian::tangent", mutates_args=())
 def mark(direction: Tensor) -> Tensor:
-    """Mark the direction of a derivative. What depends on it in a graph is a tangent."""
+    """Mark the direction of a derivative. All nodes of a graph that depend on it are tangents."""
     return direction.clone()
 
 
@@ -36,7 +36,7 @@ def _(direction: Tensor) -> Tensor:
 
 
 class TangentPass(CustomGraphPass):
-    """Compiler pass that removes products with a zero tangent, such as the batch's, and rounds other operands."""
+    """Compiler pass that removes products with a zero tangent, such as those with the batch, and rounds the rest."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -64,10 +64,10 @@ class TangentPass(CustomGraphPass):
 
 
 def _remove_zero_products(graph: fx.Graph) -> None:
-    """Replace products with a zero factor by constants, which cost nothing."""
+    """Replace products with a zero factor by constants, which are free."""
     zeros: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if node.target is aten._efficientzerotensor.default:  # at address 0, where compiled code would read it
+        if node.target is aten._efficientzerotensor.default:  # compiled code would read it at address 0
             zeros.add(_replace_by_zeros(graph, node))
         elif _is_zero(node, zeros):
             zeros.add(node)

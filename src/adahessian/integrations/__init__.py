@@ -1,1 +1,1 @@
-"""Trainers of other libraries, each imported only on use."""
+"""Integrations with the trainers of other libraries, each imported only when it is used."""

@@ -1,4 +1,4 @@
-"""accelerate: the curvature of a model and an optimizer that ``Accelerator.prepare`` has wrapped."""
+"""accelerate: a curvature pass for a model and an optimizer that ``Accelerator.prepare`` has wrapped."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def prepare_curvature(
     optimizer: Optimizer,
     **curvature_options: Any,
 ) -> Curvature[nn.Module]:
-    """Create the :class:`adahessian.Curvature` of a prepared model and optimizer.
+    """Create a :class:`adahessian.Curvature` for a prepared model and optimizer.
 
     Call ``curvature.measure(batch)`` before the gradient, inside ``accelerator.accumulate(model)`` if gradients are
-    accumulated. Measurements use the accelerator's precision, scaler and processes: DDP, or FSDP2 (``fsdp_version=2``).
-    ``save_state`` and ``load_state`` include the optimizer's curvature.
+    accumulated. Measurements use the accelerator's precision, scaler and processes (DDP, or FSDP2 with
+    ``fsdp_version=2``). ``save_state`` and ``load_state`` include the optimizer's curvature.
 
     Args:
         accelerator: The accelerator that prepared the model and the optimizer.
         model: The prepared model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch.
         optimizer: The prepared :class:`adahessian.AdaHessian`.
-        curvature_options: Other arguments of :class:`adahessian.Curvature`, which lists the errors too.
+        curvature_options: Other arguments of :class:`adahessian.Curvature`, whose errors apply here too.
 
     Example:
         >>> import torch, adahessian

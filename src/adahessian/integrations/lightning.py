@@ -1,8 +1,8 @@
 """Lightning: a callback that measures the curvature before each training step that needs a measurement.
 
-``configure_optimizers`` returns an AdaHessian, and ``training_step`` stays as it is. Each measurement runs it once
-more, on a part of the batch, and undoes its side effects: nothing is logged, and metrics, counters and lists of the
-module keep their values::
+Return an AdaHessian from ``configure_optimizers``, and leave ``training_step`` as it is. Each measurement runs
+``training_step`` once more, on a part of the batch, and undoes its side effects. Nothing is logged, and the module's
+metrics, counters and lists keep their values::
 
     from adahessian.integrations.lightning import CurvatureCallback
 
@@ -21,7 +21,7 @@ not log or update metrics, because side effects are not undone here::
             return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
         def on_fit_start(self):
-            wrapped = self.trainer.strategy.model  # by DDP, which knows the other processes
+            wrapped = self.trainer.strategy.model  # by DDP, which holds the process group
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
             self.curvature = adahessian.Curvature(wrapped, Classifier.loss, self.optimizers(), scaler=scaler)
 
@@ -32,7 +32,7 @@ not log or update metrics, because side effects are not undone here::
             self.manual_backward(self.loss(batch))
             optimizer.step()
 
-If you use ``pytorch_lightning`` instead of ``lightning.pytorch``, import it before this module. They are two packages.
+If you use ``pytorch_lightning`` instead of ``lightning.pytorch``, import it first. They are separate packages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from adahessian.optimizer import AdaHessian
 
 
 def _import_lightning() -> ModuleType:
-    """Import the package that is in use: the objects of one are unknown to the other."""
+    """Import the package that is in use, because neither package accepts the objects of the other."""
     for name in sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: name not in sys.modules):
         with suppress(ModuleNotFoundError):
             return import_module(name)
@@ -72,15 +72,15 @@ _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))  # the curvature pass restores 
 
 
 class CurvatureCallback(pl.Callback):
-    """Measures the curvature for the AdaHessian that ``configure_optimizers`` returns.
+    """Callback that measures the curvature for the AdaHessian from ``configure_optimizers``.
 
-    The measurement uses the Trainer's precision, gradient scaler and processes. With ``accumulate_grad_batches`` all
-    batches of a step are measured. Checkpoints need nothing from the callback.
+    The measurement uses the Trainer's precision, gradient scaler and processes. With ``accumulate_grad_batches``, all
+    batches of a step are measured. The callback adds nothing to checkpoints.
 
     Args:
-        loss_fn: ``loss_fn(module, batch)`` returns the scalar loss, a mean over the batch. None takes the loss of
+        loss_fn: ``loss_fn(module, batch)`` returns the scalar loss, a mean over the batch. None uses the loss of
             ``training_step``. Both may log, update metrics and append to lists of the module, because all of this is
-            undone. On a GPU, only a function without metrics and lists can be compiled, which is fastest.
+            undone. On a GPU, a function without metrics and lists is fastest, because only it can be compiled.
         curvature_options: Other arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.
 
     Raises:
@@ -99,7 +99,7 @@ class CurvatureCallback(pl.Callback):
         self._batch_idx = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create the curvature of the module, as the strategy has wrapped it."""
+        """Create the curvature pass for the module, as wrapped by the strategy."""
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "CurvatureCallback needs automatic_optimization=True. With manual optimization, create an "
@@ -108,7 +108,7 @@ class CurvatureCallback(pl.Callback):
         self._curvature = Curvature(
             cast(Any, trainer.strategy.model),
             self._loss_fn or self._loss_of_training_step(pl_module),
-            cast(AdaHessian, trainer.optimizers[0]),  # automatic optimization has one
+            cast(AdaHessian, trainer.optimizers[0]),  # automatic optimization has only one
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self._options,
         )
@@ -138,8 +138,8 @@ class CurvatureCallback(pl.Callback):
         has_parameter = pl.utilities.signature_utils.is_param_in_hook_signature
         if has_parameter(module.training_step, "dataloader_iter", explicit=True):
             raise ValueError(
-                "training_step(dataloader_iter) fetches its own batches, so they cannot be measured before it. Let it "
-                "take a batch, or use manual optimization with adahessian.Curvature."
+                "training_step(dataloader_iter) fetches its own batches, so they cannot be measured first. Take a "
+                "batch as its argument, or use manual optimization with adahessian.Curvature."
             )
         takes_index = has_parameter(module.training_step, "batch_idx", min_args=2)
 
@@ -154,12 +154,12 @@ class CurvatureCallback(pl.Callback):
 
 
 class _NoLossError(CurvatureError):
-    """A batch that Lightning is going to skip."""
+    """A batch without a loss, which Lightning will skip."""
 
 
 @contextmanager
 def _side_effects_undone(module: pl.LightningModule) -> Iterator[None]:
-    """Log nothing, and undo changes to attributes: counters, lists of outputs, the states of metrics."""
+    """Disable logging, and undo changes to attributes, such as counters, lists of outputs and metric states."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [pl.loggers.logger.DummyLogger() for _ in trainer.loggers]
     before = [(part, dict(vars(part))) for part in module.modules()]
@@ -178,7 +178,7 @@ def _side_effects_undone(module: pl.LightningModule) -> Iterator[None]:
 
 
 def _spare(value: Any) -> Any:
-    """Copy what may be written into, except tensors in lists: a list can hold the outputs of a whole epoch."""
+    """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch."""
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
     spare = copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value

@@ -1,7 +1,7 @@
-"""timm: a name for this optimizer in ``timm.optim.create_optimizer_v2`` and in timm's training script.
+"""timm: register this optimizer for ``timm.optim.create_optimizer_v2`` and for timm's training script.
 
-The name is ``adahessian2``, because timm has an ``adahessian`` of its own with other defaults. timm's script scales the
-learning rate of names that begin with ``ada`` by the square root of the batch size.
+The name is ``adahessian2``, because timm has its own ``adahessian`` with other defaults. If an optimizer's name begins
+with ``ada``, timm's script scales the learning rate by the square root of the batch size.
 
 Add two lines at the top of timm's ``train.py``, and pass options through ``--opt-kwargs``::
 
@@ -11,7 +11,7 @@ Add two lines at the top of timm's ``train.py``, and pass options through ``--op
     python train.py --opt adahessian2 --lr 0.15 --opt-kwargs curvature_every=10 curvature_warmup=200
 
 The script reads ``optimizer.is_second_order`` once per epoch and then calls ``backward(create_graph=True)`` at every
-step. DistributedDataParallel does not support it. A curvature pass of its own is faster and supports DDP::
+step. DistributedDataParallel does not support this. A separate curvature pass is faster and supports DDP::
 
     curvature = adahessian.Curvature(model, lambda model, batch: loss_fn(model(batch[0]), batch[1]), optimizer)
     optimizer.is_second_order = False
@@ -33,7 +33,7 @@ def register(name: str = "adahessian2") -> None:
     """Register AdaHessian for ``timm.optim.create_optimizer_v2(model, name, ...)``.
 
     Args:
-        name: The name, without underscores; ``"adahessian"`` replaces timm's own optimizer.
+        name: The name, without underscores. ``"adahessian"`` replaces timm's own optimizer.
 
     Raises:
         ModuleNotFoundError: If timm is not installed, or is too old to have a registry.
@@ -46,5 +46,5 @@ def register(name: str = "adahessian2") -> None:
     except ModuleNotFoundError as missing:
         message = 'timm is not installed, or is too old. Run: pip install "adahessian[timm]".'
         raise ModuleNotFoundError(message, name=missing.name) from missing
-    info = factory.OptimInfo(name, AdaHessian, "Adam with the Hessian's diagonal", has_betas=True, second_order=True)
+    info = factory.OptimInfo(name, AdaHessian, "Adam with the Hessian diagonal", has_betas=True, second_order=True)
     factory.default_registry.register(info)

@@ -24,27 +24,27 @@ from adahessian.integrations.accelerate import prepare_curvature
 
 
 class _MicroBatch(NamedTuple):
-    """What a loss is computed from. Slicing it slices the inputs only."""
+    """The inputs of a loss. Slicing a micro-batch slices only its tensors."""
 
     inputs: Mapping[str, Any]
-    num_items: Any  # such as tokens, in all micro-batches of the step and all processes
+    num_items: Any  # for example tokens, in all micro-batches of the step on all processes
     examples: int  # in this micro-batch, before slicing
 
 
 class AdaHessianMixin(Trainer):
-    """Makes a subclass of ``transformers.Trainer`` train with AdaHessian.
+    """Mixin that makes a subclass of ``transformers.Trainer`` train with AdaHessian.
 
-    List it first: ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It takes the Trainer's arguments and two more.
+    Put it first, as in ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It adds two arguments to the Trainer's.
 
     Args:
-        optimizer_options: Arguments of :class:`adahessian.AdaHessian`. ``lr`` and ``weight_decay`` default to those of
-            ``TrainingArguments``; biases and norms do not decay. To create the optimizer yourself, pass
+        optimizer_options: Arguments of :class:`adahessian.AdaHessian`. ``lr`` and ``weight_decay`` default to values in
+            ``TrainingArguments``. Biases and norms have no weight decay. To create the optimizer yourself, pass
             ``optimizers=(optimizer, scheduler)`` instead.
         curvature_options: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.
 
     Raises:
-        ValueError: If there are options for an optimizer that is not created here, or the Trainer would split batches
-            over several GPUs with ``torch.nn.DataParallel``.
+        ValueError: If both ``optimizer_options`` and ``optimizers`` are passed, or the Trainer would split batches over
+            several GPUs with ``torch.nn.DataParallel``.
     """
 
     optimizer: Any
@@ -61,21 +61,21 @@ class AdaHessianMixin(Trainer):
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
-                "The Trainer would split each batch over several GPUs with torch.nn.DataParallel. Launch one process "
-                "per GPU with torchrun, or select one GPU with CUDA_VISIBLE_DEVICES=0."
+                "args.n_gpu is above 1, so the Trainer would use torch.nn.DataParallel, which is not supported. Launch "
+                "one process per GPU with torchrun, or select one GPU with CUDA_VISIBLE_DEVICES=0."
             )
         if optimizer_options and self.optimizer is not None:
-            raise ValueError("optimizer_options do not apply to the optimizer in optimizers. Pass only one of the two.")
+            raise ValueError("optimizer_options do not apply to the optimizer in optimizers. Pass only one of them.")
         self._optimizer_options = dict(optimizer_options or {})
         self._curvature_options = dict(curvature_options or {})
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Create an AdaHessian, unless there is an optimizer already."""
+        """Create an AdaHessian if there is no optimizer yet."""
         if self.optimizer is None:
             options = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay, **self._optimizer_options}
             if options["lr"] == TrainingArguments.learning_rate:
                 warnings.warn(
-                    f"learning_rate={options['lr']} is the default of TrainingArguments, made for AdamW. Set a much "
+                    f"learning_rate={options['lr']} is the default of TrainingArguments, chosen for AdamW. Set a much "
                     "larger one, such as AdaHessian's default of 0.15.",
                     stacklevel=2,
                 )
@@ -86,7 +86,7 @@ class AdaHessianMixin(Trainer):
         """Measure the curvature if it is due, then compute the gradient."""
         model.train()  # an evaluation leaves the model in eval mode
         inputs = self._prepare_inputs(inputs)
-        # Each call of train may wrap the model again, and each trial of a search creates both.
+        # Each call of train may wrap the model again, and each trial of a search creates a model and an optimizer.
         if self.curvature is None or self._curvature_of != (model, self.optimizer):
             self.curvature = prepare_curvature(
                 self.accelerator, model, self._objective, self.optimizer, **self._curvature_options
@@ -97,7 +97,7 @@ class AdaHessianMixin(Trainer):
 
     def _objective(self, model: nn.Module, batch: _MicroBatch) -> Tensor:
         inputs, num_items, examples = batch
-        # The Trainer's own rule: is this loss a part of a sum over micro-batches, or a mean that it divides?
+        # The Trainer's own rule for whether a loss is a part of a sum over micro-batches, or a mean that it divides.
         is_part = getattr(self, "loss_is_scaled_for_ga", None)
         if is_part is None:
             is_part = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
@@ -124,7 +124,7 @@ class AdaHessianMixin(Trainer):
 
 
 class AdaHessianTrainer(AdaHessianMixin):
-    """``transformers.Trainer`` with AdaHessian; see :class:`AdaHessianMixin` for its arguments.
+    """``transformers.Trainer`` with AdaHessian. :class:`AdaHessianMixin` describes the arguments.
 
     Example:
         >>> from tempfile import mkdtemp

@@ -1,4 +1,4 @@
-"""FSDP2: the whole model on every rank, for the length of a pass."""
+"""FSDP2: gather the whole model on every rank for the duration of a pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from adahessian.base.shards import gather, is_sharded, mesh_of
 
 @contextmanager
 def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Replace sharded parameters of a model by whole ordinary ones, and disable the hooks of FSDP2.
+    """Replace the sharded parameters of a model with whole, ordinary ones, and disable the hooks of FSDP2.
 
-    The context is ``params`` with the same replacements. All ranks must enter together, because each sends its shards.
+    Yield ``params`` with the same replacements. All ranks must enter together, because each sends its shards.
     """
     _reshard(model)
     if mesh_of(model) is None:
@@ -29,7 +29,7 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
             stack.enter_context(_without_fsdp_hooks(module))
             for name, param in list(module._parameters.items()):
                 if param is not None and is_sharded(param):
-                    if param not in wholes:  # a parameter that modules share is gathered once
+                    if param not in wholes:  # a shared parameter is gathered only once
                         wholes[param] = nn.Parameter(gather(param), param.requires_grad)
                     stack.callback(module._parameters.__setitem__, name, param)
                     module._parameters[name] = wholes[param]  # type: ignore[assignment]
@@ -37,7 +37,7 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free what FSDP2 gathered for a forward pass without a backward pass, as in an evaluation."""
+    """Free the parameters that FSDP2 gathered for a forward pass without a backward pass, such as an evaluation."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
@@ -47,7 +47,7 @@ def _reshard(model: nn.Module) -> None:
 @contextmanager
 def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
     pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
-    # FSDP2's mixed precision casts inputs in a pre-hook. Parameters keep their own dtype here.
+    # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
     module._forward_pre_hooks = type(pre_hooks)(
         (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
     )

@@ -14,17 +14,17 @@ from adahessian.parallel.ranks import Ranks
 
 
 class ProductMean:
-    r"""The weighted mean of the products H z over the ranks r and their micro-batches j, which all have the same z.
+    r"""The weighted mean of the products H z over the ranks r and their micro-batches j, which all use the same z.
 
     .. math::
         \overline{H z} = \frac{\sum_r \sum_j w_{rj} \, H_{rj} z}{\sum_r \sum_j w_{rj}}
 
-    One reduction per device and dtype sums a buffer of all products, the marks of the parts of each parameter that
-    took part in a loss, a flag per parameter that did, and the weight.
+    One reduction per device and dtype sums a buffer of all products, marks of the blocks that took part in a loss, one
+    flag per parameter that took part, and the weight.
 
     Args:
         params: The parameters, whole or sharded over ranks.
-        shapes: The shapes of the curvature of the whole parameters.
+        shapes: The curvature shapes of the whole parameters.
         num_probes: The number of products per parameter.
     """
 
@@ -46,7 +46,7 @@ class ProductMean:
                 for i in own:
                     tensors[i] = next(views)
             self._buffers.append((buffer, own))
-        self.nbytes = sum(buffer.nbytes for buffer, _ in self._buffers)  # that each rank sends
+        self.nbytes = sum(buffer.nbytes for buffer, _ in self._buffers)  # sent by each rank
 
     @torch.no_grad()
     def add(
@@ -54,7 +54,7 @@ class ProductMean:
     ) -> None:
         """Add the products of a batch, one list per probe, and the gradients of its loss.
 
-        Parameters that took no part in the loss have None. A batch of weight 0 is left out, even if it holds NaN.
+        Parameters that took no part in the loss have None. A batch of weight 0 is ignored, even if it contains NaN.
         """
         if weight == 0:
             return
@@ -68,9 +68,9 @@ class ProductMean:
 
     @torch.no_grad()
     def result(self, ranks: Ranks | None) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-        """Return the mean of everything added, here and on the other ranks. With ranks, call it only once.
+        """Return the mean of everything added, on this rank and on all others. With ranks, call it only once.
 
-        In place of gradients, it returns what is nonzero where a part of a parameter took part in a loss.
+        In place of gradients, it returns marks, which are nonzero for the blocks that took part in a loss.
         """
         products: list[list[Tensor | None]] = [[None] * len(self._params) for _ in self._sums]
         marks: list[Tensor | None] = [None] * len(self._params)
@@ -90,7 +90,7 @@ class ProductMean:
         facts = buffer[-len(own) - 1 :]
         facts.copy_(torch.tensor([*took_part, self._weight], dtype=buffer.dtype), non_blocking=True)
         ranks.sum_(buffer)
-        if not all(took_part):  # other ranks may differ, and only then is it worth waiting for the device
+        if not all(took_part):  # other ranks may differ, and only then is a sync worthwhile
             for i, count in zip(own, facts[:-1].tolist(), strict=True):
                 self._took_part[i] = count > 0
         return facts[-1]

@@ -1,4 +1,4 @@
-"""The processes that train one model together, and sums over them."""
+"""The ranks that train one model together, and sums over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ranks:
     """Several processes that train one model, each on its own data.
 
     Args:
-        groups: Their process group, or one group per dimension of a device mesh. If empty, the default process group.
+        groups: Their process group, or one group per dimension of a device mesh. Empty means the default process group.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -33,9 +33,9 @@ class Ranks:
         return tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As DistributedDataParallel does: a process group has no identity outside its process.
+        # As in DistributedDataParallel, because a process group has no identity outside its process.
         if any(group is not dist.group.WORLD for group in self._groups):
-            raise pickle.PicklingError("process_group: only the default group can be copied. Make a new Curvature.")
+            raise pickle.PicklingError("process_group is not the default and cannot be copied. Create a new Curvature.")
         return Ranks, ()
 
 
@@ -43,7 +43,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
     """Return the ranks that train a model, or None if this process trains it alone.
 
     Raises:
-        ValueError: If ``process_group`` contradicts the model, or if neither says which processes train together.
+        ValueError: If ``process_group`` contradicts the model, or if neither tells which processes train together.
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
@@ -52,7 +52,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
         if mesh is not None and mesh.size() > 1:
             raise ValueError("process_group=None is invalid for a sharded model. Pass process_group='auto'.")
         return None
-    # The wrapper may be inside the model, as in the result of torch.compile or in a model of several parts.
+    # The wrapper may be inside the model, as after torch.compile or in a model of several parts.
     wrapper = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     if process_group != "auto":
         ranks = Ranks([process_group])
@@ -64,7 +64,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
         return None
     else:
         raise ValueError(
-            "process_group='auto' needs a model in DistributedDataParallel or fully_shard, because there are several "
+            "process_group='auto' finds no DistributedDataParallel or fully_shard in the model, but there are several "
             "processes. Pass the wrapped model, not its .module (on CPUs, accelerate wraps it only with cpu=True, "
             "transformers only with use_cpu=True), process_group=torch.distributed.group.WORLD if the gradients of all "
             "processes are averaged, or process_group=None if each process trains a model of its own."
@@ -73,25 +73,25 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model without its DistributedDataParallel wrapper, whose hooks are for the gradient alone."""
+    """Return the model without its DistributedDataParallel wrapper, whose hooks are only for the gradient."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_not_flattened(model: nn.Module) -> None:
-    """Raise a ValueError if the model's wrapper joins parameters into one long vector."""
+    """Raise a ValueError if the model's wrapper flattens its parameters into one vector."""
     wrapper = f"{type(model).__module__}.{type(model).__qualname__}"
     if wrapper.startswith("deepspeed.") or wrapper.endswith(".FullyShardedDataParallel"):
         raise ValueError(
             f"model is a {type(model).__name__}, which flattens parameters, so their blocks are lost. Shard the model "
-            "with FSDP2, torch.distributed.fsdp.fully_shard, instead."
+            "with FSDP2 (torch.distributed.fsdp.fully_shard) instead."
         )
 
 
 def check_single_process() -> None:
-    """Raise a CurvatureError if there are several processes, because a graph is that of one process's batch."""
+    """Raise a CurvatureError if there are several processes, because a graph covers only the local batch."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise CurvatureError(
-            "backward(create_graph=True) measures the curvature of this process's batch alone, so the ranks would "
-            "drift apart. Call curvature.measure(batch) and an ordinary loss.backward() before optimizer.step(), with "
-            "curvature = adahessian.Curvature(model, loss_fn, optimizer)."
+            "backward(create_graph=True) measures the curvature of the local batch only, so the ranks would drift "
+            "apart. Create curvature = adahessian.Curvature(model, loss_fn, optimizer), and call "
+            "curvature.measure(batch) and an ordinary loss.backward() before optimizer.step()."
         )
