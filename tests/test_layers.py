@@ -14,7 +14,7 @@ LAYERS = (
     ("base",),
     ("algorithm", "hessian"),
     ("parallel",),
-    ("groups", "loss_scale", "optimizer"),
+    ("groups", "loss_scale", "optimizer", "kron"),
     ("curvature",),
     ("cuda_graphs", "diagnostics", "training_step"),
     ("__init__",),
@@ -78,8 +78,8 @@ def test_importing_the_package_does_not_import_torch():
 
 IN_ANY_ORDER = """
 import importlib, inspect, itertools, sys
-names = ["AdaHessian", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
-files = ["optimizer", "curvature", "base.errors", "training_step", "diagnostics", "groups"]
+names = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
+files = ["optimizer", "kron", "curvature", "base.errors", "training_step", "diagnostics", "groups"]
 for files_first, turn in itertools.product((False, True), range(len(names))):
     for loaded in [name for name in sys.modules if name.partition(".")[0] == "adahessian"]:
         del sys.modules[loaded]

@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from adahessian.curvature import Curvature
     from adahessian.diagnostics import diagnose
     from adahessian.groups import param_groups
+    from adahessian.kron import AdaHessianKron
     from adahessian.optimizer import AdaHessian
     from adahessian.training_step import TrainingStep
 
-__all__ = ["AdaHessian", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
+__all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
 __version__ = "0.1.0"
 
 _MODULES = {
     "AdaHessian": "optimizer",
+    "AdaHessianKron": "kron",
     "Curvature": "curvature",
     "CurvatureError": "base.errors",
     "TrainingStep": "training_step",

@@ -41,8 +41,9 @@ class Curvature(Generic[Model]):
         model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
         optimizer: The optimizer that uses the curvature and knows when it is due.
-        batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. Every tensor in the batch is sliced
-            to its first examples, so pass tensors without a batch dimension, such as a mask, through a closure.
+        batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None is 1 for AdaHessian and 0.25
+            for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without a
+            batch dimension, such as a mask, through a closure.
         batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
         product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
@@ -70,7 +71,7 @@ class Curvature(Generic[Model]):
         loss_fn: Callable[[Model, Any], Tensor],
         optimizer: AdaHessian,
         *,
-        batch_fraction: float = 1.0,
+        batch_fraction: float | None = None,
         batch_dim: int = 0,
         compile: bool | None = None,
         product_dtype: torch.dtype | None = None,
@@ -88,6 +89,7 @@ class Curvature(Generic[Model]):
             )
         check_not_flattened(model)
         _check_arguments_of(loss_fn)
+        batch_fraction = optimizer.default_batch_fraction if batch_fraction is None else batch_fraction
         if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
             raise ValueError(f"batch_fraction={batch_fraction!r} is invalid. Pass a number above 0 and at most 1.")
         if not (is_integer(batch_dim) and batch_dim >= 0):
@@ -122,7 +124,8 @@ class Curvature(Generic[Model]):
         Raises:
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
-            ValueError: If the batch cannot be sliced, the weight is invalid, or parameters changed before the step.
+            ValueError: If the batch cannot be sliced, the weight is invalid, or parameters were frozen, unfrozen or
+                added since the last call for the same step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from adahessian.algorithm.kronecker import Rotation, condition, rotated_update
 from adahessian.algorithm.state import Group, State, shape_of
 from adahessian.base.dtypes import accumulation_dtype, as_real
 from adahessian.base.shards import gather
@@ -29,6 +30,8 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
       by ``param_norm``. ``update_ratio_max`` is the largest ratio of a single parameter.
     - ``hessian_rms``, the root mean square of :math:`\bar D` where it has been measured.
     - ``at_eps``, the fraction of elements whose :math:`\bar D^k` is below :math:`\epsilon`, which then sets the step.
+    - ``condition``, the largest condition number of a damped factor, and ``damped``, the fraction of directions with
+      less curvature than the damping (both for AdaHessianKron).
     - ``unmeasured``, the fraction of elements that take no step because no measurement has reached them yet.
 
     Numbers without a value so far are left out, and so are groups with ``sparse=True``. The call synchronizes once per
@@ -110,6 +113,14 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
     if param.grad is not None:
         found["grad_norm"] = _norm(param.grad)
     shape = shape_of(param, group)
+    if isinstance(shape, Rotation) and state.get("step"):
+        stored, beta1 = [state[key] for key in shape.stored], group["betas"][0]
+        update = rotated_update(state["exp_avg"], state["grad_square"], shape, stored, state["step"].item(), beta1)
+        found |= {key: state[key] for key in ("step", "dropped")}
+        found["unmeasured"] = state["measurements"].eq(0).to(torch.float32)
+        found["direction"] = _norm(update) * (1 - beta1 ** state["step"].item())
+        found |= condition(shape, stored, group["damping"])
+        return found
     if shape.stored.keys() <= state.keys():
         stored = [gather(state[key]) for key in shape.stored]
         rms = stored[0] if len(stored) == 1 else shape.denominator(stored, 1, 0.0)
@@ -132,7 +143,9 @@ def _summarize(readings: Sequence[Reading]) -> Values:
     for what in ("grad_norm", "param_norm", "update_norm", "decay_norm"):
         if norms := [read[what] for read in readings if what in read]:
             values[what] = math.hypot(*norms)
-    for share in ("at_eps", "unmeasured"):
+    if conditions := [read["condition"] for read in readings if "condition" in read]:
+        values["condition"] = max(conditions)
+    for share in ("at_eps", "damped", "unmeasured"):
         if known := [read for read in readings if share in read]:
             values[share] = sum(read["size"] * read[share] for read in known) / sum(read["size"] for read in known)
     if measured := sum(read["size"] * (1 - read["unmeasured"]) for read in readings):

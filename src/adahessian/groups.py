@@ -23,6 +23,7 @@ def param_groups(
 
     The curvature of convolutions is averaged over their kernels. Other parameters with four or five dimensions are
     averaged over rows, although ``averaging="auto"`` would treat them as kernels. All others follow the optimizer.
+    For AdaHessianKron, ``kind`` marks embedding tables and stacks of matrices.
 
     Args:
         model: The model.
@@ -47,6 +48,7 @@ def param_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not a {type(model).__name__}. Pass the model itself.")
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = {each._parameters.get("weight") for each in embeddings}
     tables = {each._parameters.get("weight") for each in embeddings if each.sparse and sparse_lr is not None} - {None}
     if sparse_lr is not None and not tables:
         raise ValueError(
@@ -59,9 +61,11 @@ def param_groups(
         if isinstance(model.get_submodule(prefix), ParametrizationList):  # it holds parameters of its parent module
             prefix = prefix.rpartition(".parametrizations.")[0]
         module = model.get_submodule(prefix)
-        averaging = "kernel" if isinstance(module, _ConvNd) else "row" if param.dim() in (4, 5) else None
+        is_kernel = isinstance(module, _ConvNd)
+        averaging = "kernel" if is_kernel else "row" if param.dim() in (4, 5) else None
+        kind = "table" if param in weights else "stack" if param.dim() > 2 and not is_kernel else None
         exempt = not decay_bias_and_norm and (param.dim() < 2 or isinstance(module, _NORMS))
-        options = {"averaging": averaging, "weight_decay": 0.0 if exempt else weight_decay}
+        options = {"averaging": averaging, "kind": kind, "weight_decay": 0.0 if exempt else weight_decay}
         if param in tables:
             options = {"sparse": True, "lr": sparse_lr, "weight_decay": 0.0}
         given = tuple((option, value) for option, value in options.items() if value is not None)

@@ -88,6 +88,7 @@ class AdaHessian(Optimizer):
 
     # If True, timm's training script calls backward(create_graph=True) at every step.
     is_second_order = True
+    default_batch_fraction = 1.0  # of Curvature
 
     _measurement: Measurement | None  # the newest measurement, until a step uses it
     _overdue_warned: bool
@@ -130,6 +131,12 @@ class AdaHessian(Optimizer):
             "maximize": maximize,
             "capturable": capturable,
             "fused": fused,
+        }
+        self._start(params, defaults)
+
+    def _start(self, params: ParamsT, options: dict[str, Any]) -> None:
+        defaults = {
+            **options,
             "sparse": False,
             # Counts, not options: steps taken, measurements used, and steps taken with the newest measurement. They
             # are in the groups because every kind of checkpoint saves the groups.
@@ -349,8 +356,10 @@ class AdaHessian(Optimizer):
         loaded: StateDict = {}
 
         def check(_: Optimizer, incoming: StateDict) -> None:
-            if any(not {"hessian_power", "curvature_every"} <= group.keys() for group in incoming["param_groups"]):
-                raise ValueError("state_dict is from another optimizer. Load a state_dict that AdaHessian saved.")
+            required = self.defaults.keys() & {"hessian_power", "curvature_every", "damping"}
+            names = [group.keys() for group in incoming["param_groups"]]
+            if any(not required <= each or "damping" in each - required for each in names):
+                raise ValueError(f"state_dict is from another optimizer. Load one that {type(self).__name__} saved.")
             for own, saved in zip(self.param_groups, incoming["param_groups"], strict=False):
                 if own["sparse"] != saved.get("sparse", False):
                     raise ValueError("state_dict has sparse=True for other groups. Create the same groups as before.")

@@ -177,3 +177,20 @@ def test_tensors_of_a_data_loader_are_cut(batch):
     sliced = slice_batch(batch, 0.25)
     assert len(sliced) == len(batch)
     assert {tensor.shape[0] for tensor in tensors_in(sliced)} == {2}
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize(
+    ("shape", "label"), [((1, 8, 8), torch.tensor(3)), ((8, 8), 3), ((100,), torch.tensor(3)), ((3, 8), torch.ones(2))]
+)
+def test_a_list_of_samples_is_cut_by_samples(kind, shape, label):
+    batch = [kind([torch.full(shape, float(i)), label]) for i in range(8)]
+    sliced = slice_batch(batch, 0.25)
+    assert len(sliced) == 2
+    assert all(torch.equal(image, torch.full(shape, float(i))) for i, (image, _) in enumerate(sliced))
+
+
+def test_a_list_of_pairs_of_batches_is_a_structure():
+    x, y, texts = torch.zeros(8, 3), torch.zeros(8), list("abcdefgh")
+    assert [[len(part) for part in pair] for pair in slice_batch([[x, x], [y, y]], 0.25)] == [[2, 2], [2, 2]]
+    assert [len(part) for part in slice_batch([[texts, texts], x], 0.25)[0]] == [2, 2]

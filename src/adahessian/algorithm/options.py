@@ -32,6 +32,8 @@ def validate(options: Mapping[str, Any]) -> None:
     for name, least in (("block_size", 1), ("num_probes", 1), ("curvature_every", 1), ("curvature_warmup", 0)):
         if not (is_integer(options[name]) and options[name] >= least):
             raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer of at least {least}.")
+    if "damping" in options and not (is_number(options["damping"]) and 0 < options["damping"] <= 1):
+        raise ValueError(f"damping={options['damping']!r} is invalid. Pass a number above 0 and at most 1.")
     if not is_integer(options["seed"]):
         raise ValueError(f"seed={options['seed']!r} is invalid. Pass an integer.")
     for name in ("signed", "steady_start", "maximize", "capturable", "sparse"):

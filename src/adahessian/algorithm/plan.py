@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from adahessian.algorithm.fused import FusedTensors, can_fuse
+from adahessian.algorithm.kronecker import fold_rotations, refresh_roots, take_rotated_steps
 from adahessian.algorithm.probes import draw_like, probe_key
 from adahessian.algorithm.shapes import Blocks, Estimate, denominators, hutchinson, views
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_of, state_problem
@@ -159,6 +160,10 @@ class Bucket:
         if self.kernels is not None:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
+        elif "damping" in self.group:
+            fold_rotations(self.shapes, self._stored, estimates, weights)
+            measurements = self._count("measurements") + 1
+            refresh_roots(self.shapes, self._stored, measurements, self.group["damping"], not_finite)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -173,6 +178,9 @@ class Bucket:
         lr, beta1 = group["lr"], float(group["betas"][0])
         if isinstance(lr, Tensor):
             lr = lr.squeeze() if group["capturable"] else lr.item()
+        if "damping" in group:
+            take_rotated_steps(self.params, self._known, self.shapes, self._stored, number, group)
+            return
         eps, power = float(group["eps"]), float(group["hessian_power"])
         scales = {
             "gradient_scale": -1.0 if group["maximize"] else 1.0,

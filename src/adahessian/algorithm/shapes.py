@@ -97,6 +97,11 @@ class CurvatureShape(ABC):
     def denominator(self, stored: Sequence[Tensor], power: float, eps: float) -> Tensor:
         r"""Compute :math:`\bar D^k + \epsilon`, which divides the momentum."""
 
+    @property
+    def marked(self) -> tuple[int, ...]:
+        """The shape of the marks of :meth:`touched`."""
+        return next(iter(self.stored.values()))
+
     @abstractmethod
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:
         """Mark the blocks that took part in a loss. The marks are at most as large as the parameter."""

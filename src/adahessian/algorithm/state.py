@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adahessian.algorithm.kronecker import Matrix, Rotation, rotation_for
 from adahessian.algorithm.shapes import CurvatureShape, shape_for
 from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.shards import is_sharded, local, shard_like
@@ -25,12 +26,17 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 # Optimizer.load_state_dict would cast these to the parameter's dtype. bfloat16 is not precise enough for them.
-CURVATURE_KEYS = ("hessian_rms", "hessian_row", "hessian_column", "measurements", "dropped")
+CURVATURE_KEYS = (
+    *("hessian_rms", "hessian_row", "hessian_column", "hessian_square", "left_factor", "right_factor"),
+    *("left_root", "right_root", "grad_square", "measurements", "dropped"),
+)
 COUNTS = ("step", "measurements", "dropped")
 
 
 def shape_of(param: Tensor, group: Group) -> CurvatureShape:
     """Return the shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
+    if "damping" in group:
+        return rotation_for(tuple(param.shape), group["block_size"], group.get("kind", "kernel"))
     return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
 
 
@@ -55,11 +61,16 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     whole = shape_of(param, group)
+    if isinstance(whole, Rotation):
+        state.setdefault("grad_square", torch.zeros((), dtype=curvature_dtype(param), device=param.device))
     if {*whole.stored, "measurements"} <= state.keys():
         return
     state.pop("measurements", None)
     for key, shape in shape_of(local(param), group).stored.items():
-        part = torch.full(shape, math.inf, dtype=curvature_dtype(param), device=param.device)
+        initial = 0.0 if isinstance(whole, Rotation) else math.inf
+        part = torch.full(shape, initial, dtype=curvature_dtype(param), device=param.device)
+        if isinstance(whole, Matrix) and key.endswith("root"):
+            part.diagonal(dim1=-2, dim2=-1).fill_(1)  # without a measurement a step follows the momentum
         # The columns of a factored shape are the same on every rank.
         is_cut = is_sharded(param) and key != "hessian_column"
         state[key] = shard_like(param, part, whole.stored[key]) if is_cut else part

@@ -61,9 +61,9 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     """Return the first examples of a batch, at least one.
 
     Tensors are sliced along the batch dimension. A list of examples is shortened, and its entries stay whole. Examples
-    are mappings that share keys, dataclasses, named tuples, or tensors of different sizes. Tensors of one size count as
-    examples if the list is longer than that size, or as long as the rest of the batch has examples. A list of strings
-    or numbers is shortened if it has one entry per example.
+    are mappings that share keys, dataclasses, named tuples, tuples with a label, or tensors of different sizes. Tensors
+    of one size, alone or in tuples, count as examples if the list is longer than that size, or as long as the rest of
+    the batch has examples. A list of strings or numbers is shortened if it has one entry per example.
 
     Raises:
         ValueError: If there is nothing to slice, or parts of the batch have different numbers of examples.
@@ -108,16 +108,26 @@ def _counts(batch: Any, dim: int) -> tuple[int, ...]:
         return tuple(batch.shape[dim : dim + 1])
     if not isinstance(batch, list) or not batch:
         return ()
-    if all(isinstance(part, _PLAIN) or (isinstance(part, Tensor) and part.dim() <= dim) for part in batch):
+    if all(_is_plain(part, dim) for part in batch):
         return len(batch), _ANY
     if len({(part.dtype, part.dim()) if isinstance(part, Tensor) else type(part) for part in batch}) > 1:
         return ()
-    if isinstance(batch[0], Tensor):
-        sizes = {part.shape[dim] for part in batch}
-        return (len(batch), *sizes) if len(sizes) == 1 and len(batch) <= max(sizes) else (len(batch),)
+    if isinstance(batch[0], (Tensor, tuple, list)) and not hasattr(batch[0], "_fields"):
+        samples = [[part] if isinstance(part, Tensor) else part for part in batch]
+        tensors = [each for sample in samples for each in sample if isinstance(each, Tensor)]
+        sizes = {tensor.shape[dim] for tensor in tensors if tensor.dim() > dim}
+        # A label in each entry, such as (image, 3), shows that the entries are examples.
+        labeled = all(any(_is_plain(each, dim) for each in sample) for sample in samples)
+        is_flat = all(isinstance(each, (Tensor, *_PLAIN)) for sample in samples for each in sample)
+        if not tensors or not is_flat or len(set(map(len, samples))) > 1:
+            return ()
+        return (len(batch), *sizes) if len(sizes) == 1 and len(batch) <= max(sizes) and not labeled else (len(batch),)
     # Examples share keys. A DataLoader's mapping of inputs and its mapping of targets usually do not.
-    is_record = hasattr(batch[0], "_fields") or not isinstance(batch[0], (tuple, list))
-    return (len(batch),) if is_record and set.intersection(*(set(_parts(part) or ()) for part in batch)) else ()
+    return (len(batch),) if set.intersection(*(set(_parts(part) or ()) for part in batch)) else ()
+
+
+def _is_plain(part: Any, dim: int) -> bool:
+    return isinstance(part, _PLAIN) or (isinstance(part, Tensor) and part.dim() <= dim)
 
 
 def signature(batch: Any) -> Hashable:

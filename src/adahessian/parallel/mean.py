@@ -38,7 +38,7 @@ class ProductMean:
         for i, param in enumerate(params):
             alike.setdefault((param.device, accumulation_dtype(param.dtype).to_real()), []).append(i)
         for (device, dtype), own in alike.items():
-            parts = [shapes[i].shape for i in own] * num_probes + [next(iter(shapes[i].stored.values())) for i in own]
+            parts = [shapes[i].shape for i in own] * num_probes + [shapes[i].marked for i in own]
             sizes = [*map(math.prod, parts), len(own) + 1]
             buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
             views = (view.view(part) for view, part in zip(buffer.split(sizes), parts, strict=False))

@@ -1,0 +1,122 @@
+"""AdaHessianKron: the optimizer whose curvature rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from adahessian.base.shards import is_sharded
+from adahessian.optimizer import AdaHessian
+
+# Options of AdaHessian that Kronecker factors do not have.
+_WITHOUT_MEANING = {
+    "eps": 0.0,
+    "hessian_power": 1.0,
+    "averaging": "auto",
+    "signed": False,
+    "steady_start": False,
+    "capturable": False,
+    "fused": None,
+}
+
+
+class AdaHessianKron(AdaHessian):
+    r"""AdaHessian with Kronecker factors of the Hessian, which rotate the momentum before they rescale it.
+
+    .. math::
+        Y_t &= H_t z, \quad z \text{ Rademacher} && \text{exact product} \\
+        L_t &= \overline{Y Y^\top} / n, \quad R_t = \overline{Y^\top Y} / m && \text{running means, in blocks} \\
+        u_t &= (L_t + \delta \bar\lambda_L)^{-1/2} \, m_t \, (R_t + \delta \bar\lambda_R)^{-1/2}
+            && \text{Newton's step up to its length} \\
+        \theta_t &= \theta_{t-1} - \eta \, (c_t u_t + \lambda \theta_{t-1}) && \text{step, decoupled weight decay}
+
+    The scale :math:`c_t` matches the gain of AdamW's step, so AdamW's learning rate, decay and schedule apply as they
+    are. Measure with :class:`adahessian.Curvature`, which takes a quarter of each batch unless told otherwise. Kernels
+    count as matrices of (out, in x kernel). :func:`adahessian.param_groups` finds embedding tables, whose rows get a
+    diagonal, and stacks of matrices. Vectors keep mean squares of their elements.
+
+    Args:
+        params: Parameters, named parameters or groups. Complex and sharded parameters are not supported.
+        lr: Learning rate :math:`\eta`, AdamW's.
+        betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the factors, the latter per
+            measurement.
+        weight_decay: Decoupled weight decay :math:`\lambda`, as in AdamW.
+        block_size: Largest number of rows or columns that share a factor. Longer dimensions are cut into blocks.
+        damping: Least damping :math:`\delta`, relative to the mean eigenvalue. It is 3 / n after n measurements, at
+            most 1 and at least this.
+        curvature_every: Number of steps from one measurement to the next.
+        curvature_warmup: Number of initial steps that always measure.
+        num_probes: Number of Hessian-vector products per measurement. Their outer products are averaged.
+        seed: Seed of the probes. No random generator is read or advanced.
+        maximize: Maximize the objective instead of minimizing it.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> import torch, adahessian
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = AdaHessianKron(adahessian.param_groups(model), lr=1e-3)
+        >>> curvature = adahessian.Curvature(model, lambda m, batch: m(batch).square().mean(), optimizer)
+        >>> curvature.measure(torch.ones(8, 3))
+        True
+    """
+
+    default_batch_fraction = 0.25
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        *,
+        block_size: int = 256,
+        damping: float = 1e-2,
+        curvature_every: int = 10,
+        curvature_warmup: int = 50,
+        num_probes: int = 1,
+        seed: int = 0,
+        maximize: bool = False,
+    ) -> None:
+        options: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "block_size": block_size,
+            "damping": damping,
+            "curvature_every": curvature_every,
+            "curvature_warmup": curvature_warmup,
+            "num_probes": num_probes,
+            "seed": seed,
+            "maximize": maximize,
+        }
+        self._start(params, {**_WITHOUT_MEANING, **options})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. It is measured, with all others, at the next step.
+
+        Raises:
+            ValueError: If an option of the group is out of its range, or a parameter is complex or sharded.
+        """
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.is_complex() or is_sharded(param):
+                self.param_groups.pop()
+                what = "complex" if param.is_complex() else "sharded over ranks"
+                raise ValueError(
+                    f"params contains a parameter that is {what}, for which there are no factors. Use AdaHessian."
+                )
+
+    def set_curvature(
+        self, diagonal: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """Raise, because Kronecker factors cannot be made of a diagonal.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("diagonal is of no use to AdaHessianKron. Measure with adahessian.Curvature.")

@@ -1,0 +1,200 @@
+"""AdaHessianKron as a whole: a reference of its own, checkpoints, unusual parameters, bad input."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import adahessian
+from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose
+from cases import ATTENTION, CONVOLUTION, MLP, exact_derivatives, flat_parameters, train
+from kron_reference import adahessian_kron
+
+OPTIONS = {"lr": 0.01, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2, "seed": 7, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("num_probes", [1, 2])
+@pytest.mark.parametrize("damping", [1e-2, 0.9])
+def test_ten_steps_are_those_of_the_equations(damping, num_probes):
+    model, batch = MLP.model(), MLP.batch()
+    options = {**OPTIONS, "damping": damping, "num_probes": num_probes}
+    full, quarter = (exact_derivatives(MLP, model, tuple(each[:size] for each in batch)) for size in (16, 4))
+    start = [param.detach().numpy().copy() for param in model.parameters()]
+    expected, limits = adahessian_kron(start, lambda at: full(at)[0], lambda at: quarter(at)[1], 10, **options)
+    assert limits == {True, False} or num_probes == 2  # both limits of the scale have been met
+    train(MLP, model, AdaHessianKron(model.parameters(), **options), batch, 10, "object")
+    torch.testing.assert_close(flat_parameters(model), torch.from_numpy(expected), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION], ids=str)
+@pytest.mark.parametrize("steps_before", range(1, 7))
+def test_resume_is_bit_exact_anywhere_in_the_interval(case, steps_before):
+    model, batch = case.model(torch.float32), case.batch(torch.float32)
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    train(case, model, optimizer, batch, steps_before, "object")
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    pairs = [(model, optimizer), copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    resumed = copy.deepcopy(model)
+    pairs.append((resumed, AdaHessianKron(resumed.parameters())))  # the file brings its own options
+    pairs[-1][1].load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    for pair in pairs:
+        train(case, *pair, batch, 5, "object")
+        assert torch.equal(flat_parameters(pair[0]), flat_parameters(model))
+        torch.testing.assert_close(pair[1].state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+        assert pair[1].state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_bfloat16_learns_and_keeps_its_factors_in_float32_in_copies():
+    model, batch = MLP.model(torch.bfloat16), MLP.batch(torch.bfloat16)
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    train(MLP, model, optimizer, batch, 30, "object")
+    assert MLP.loss(model, batch) < MLP.loss(MLP.model(torch.bfloat16), batch)
+    other = AdaHessianKron(copy.deepcopy(model).parameters())
+    other.load_state_dict(optimizer.state_dict())
+    for state in (*optimizer.state.values(), *other.state.values()):
+        assert {value.dtype for key, value in state.items() if key != "exp_avg"} == {torch.float32}
+
+
+def steps(model, optimizer, loss, count, batch=None):
+    curvature = Curvature(model, loss, optimizer, batch_fraction=1)
+    for _ in range(count):
+        curvature.measure(batch)
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+
+def test_parameters_may_be_without_a_gradient_frozen_unused_empty_or_scalar():
+    model = nn.ParameterDict({key: torch.randn(3, 4) for key in ("used", "now", "frozen", "unused")})
+    model.update({"empty": torch.ones(0, 3), "scalar": torch.tensor(2.0)})
+    model["frozen"].requires_grad_(False)
+    before, number = copy.deepcopy(model), iter(range(100))
+
+    def loss(m, _):
+        now = (m["now"] ** 4).sum() if next(number) // 4 % 2 else 0.0
+        return (m["used"] ** 4).sum() * m["scalar"] ** 2 + now + (m["frozen"] ** 4).sum() + m["empty"].sum()
+
+    optimizer = AdaHessianKron(model.parameters(), lr=0.01, curvature_every=1)
+    for also in (set(), {"frozen"}):
+        steps(model, optimizer, loss, 8)
+        assert {key for key in model if not torch.equal(model[key], before[key])} == {"used", "now", "scalar"} | also
+        model["frozen"].requires_grad_(True)
+    assert optimizer.state[model["frozen"]]["measurements"] == 8
+    assert flat_parameters(model).isfinite().all()
+    assert model["unused"] not in optimizer.state
+
+
+def test_a_low_rank_factor_that_starts_at_zero_moves():
+    x, y = torch.randn(32, 6), torch.randn(32, 5)
+    model = nn.ParameterDict({"a": torch.randn(6, 2), "b": torch.zeros(2, 5)})
+    start, loss = copy.deepcopy(model), lambda m, _: (x @ m["a"] @ m["b"] - y).square().mean()
+    optimizer = AdaHessianKron(model.parameters(), lr=0.02, weight_decay=0.0)
+    steps(model, optimizer, loss, 1)
+    assert torch.equal(model["a"], start["a"])  # without a gradient yet
+    assert model["b"].count_nonzero() == 10
+    steps(model, optimizer, loss, 40)
+    assert loss(model, None) < loss(start, None) - 0.05
+
+
+def test_rows_of_a_table_that_do_not_occur_only_decay():
+    model, classes = nn.Sequential(nn.Embedding(6, 4), nn.Tanh(), nn.Linear(4, 3)), torch.tensor([0, 1, 1, 2])
+    start = model[0].weight.detach().clone()
+    optimizer = AdaHessianKron(adahessian.param_groups(model), lr=0.01, weight_decay=0.1)
+    steps(model, optimizer, lambda m, x: nn.functional.cross_entropy(m(x), classes), 5, torch.tensor([1, 2, 2, 4]))
+    factor = optimizer.state[model[0].weight]["left_factor"]
+    assert factor.ne(0).tolist() == [[[row in (1, 2, 4)]] for row in range(6)]
+    torch.testing.assert_close(model[0].weight[[0, 3, 5]], start[[0, 3, 5]] * 0.999**5)
+    assert (model[0].weight - start)[[1, 2, 4]].abs().min() > 1e-4
+
+
+def test_sparse_tables_take_adagrad():
+    model = nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True), nn.Linear(4, 3))
+    optimizer, start = AdaHessianKron(adahessian.param_groups(model, sparse_lr=0.1)), copy.deepcopy(model)
+    steps(model, optimizer, lambda m, x: m(x).square().mean(), 3, torch.tensor([[1, 2], [2, 4]]))
+    assert (model[0].weight != start[0].weight).any(1).tolist() == [False, True, True, False, True, False]
+    assert 0 < diagnose(optimizer)["update_norm"] < 1
+
+
+def test_every_way_to_train_takes_its_share_of_the_batch():
+    batch, ends = MLP.batch(), {}
+    for way in (None, 0.25, 1.0, "object", "graph", "closure"):  # fractions belong to a TrainingStep
+        model = MLP.model()
+        optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+        if isinstance(way, str):
+            train(MLP, model, optimizer, batch, 6, way)
+        else:
+            step = TrainingStep(Curvature(model, MLP.loss, optimizer, batch_fraction=way), capture=False)
+            assert all(step(batch).isfinite() for _ in range(6))
+        ends[way] = flat_parameters(model)
+    for way, same in ((0.25, None), ("object", None), ("graph", 1.0), ("closure", 1.0)):
+        torch.testing.assert_close(ends[way], ends[same], rtol=1e-9, atol=1e-11)
+    assert (ends[None] - ends[1.0]).abs().max() > 1e-4
+    assert Curvature(model, MLP.loss, AdaHessian(model.parameters())).batch_fraction == 1.0
+
+
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION, ATTENTION], ids=str)
+def test_diagnose_returns_finite_numbers(case):
+    model = case.model(torch.float32)
+    optimizer = AdaHessianKron(model.parameters(), **{**OPTIONS, "weight_decay": 0.0})
+    for taken in (1, 7):
+        before = flat_parameters(model)
+        train(case, model, optimizer, case.batch(torch.float32), taken, "object")
+        numbers = diagnose(optimizer, model, per_parameter=True)
+        assert all(map(math.isfinite, numbers.values()))
+        assert 1 < numbers["condition"] <= 20 / 0.01
+        assert 0 == numbers["unmeasured"] <= numbers["damped"] < 1
+        moved = (flat_parameters(model) - before).norm().item()
+        assert numbers["update_norm"] == pytest.approx(moved, rel=1e-3) or taken > 1
+
+
+def test_it_learns_at_the_pace_of_adamw():
+    """The scale matches AdamW's gain, so that neither is much faster per step on a problem this small."""
+    ratios = []
+    for seed in range(3):
+        batch, (model, other) = CONVOLUTION.batch(seed=seed + 1), (CONVOLUTION.model(seed=seed) for _ in range(2))
+        train(CONVOLUTION, model, AdaHessianKron(model.parameters(), lr=3e-3), batch, 60, "object")
+        adamw = torch.optim.AdamW(other.parameters(), lr=3e-3)
+        for _ in range(60):
+            adamw.zero_grad()
+            CONVOLUTION.loss(other, batch).backward()
+            adamw.step()
+        ratios.append((CONVOLUTION.loss(model, batch) / CONVOLUTION.loss(other, batch)).log().item())
+    assert math.exp(sum(ratios) / 3) < 1.2
+
+
+BAD = {"damping": (0, 1.5, math.nan, True, "1"), "block_size": (0, 2.5), "lr": (-1.0,), "betas": ((0.9, 1.0),)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_arguments_out_of_range_are_named(name, value):
+    optimizer = AdaHessianKron([torch.ones(2, 2, requires_grad=True)])
+    for attempt in (optimizer.add_param_group, lambda group: AdaHessianKron([group])):
+        with pytest.raises(ValueError, match=name):
+            attempt({"params": [torch.ones(2, requires_grad=True)], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_has_no_factors_is_rejected_and_nothing_changes():
+    model, batch, of_diagonals = MLP.model(), MLP.batch(), AdaHessian(MLP.model().parameters())
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    with pytest.raises(ValueError, match=r"params .* complex"):
+        optimizer.add_param_group({"params": [torch.ones(2, 2, dtype=torch.complex64, requires_grad=True)]})
+    train(MLP, model, optimizer, batch, 3, "object")
+    before, theta = copy.deepcopy(optimizer.state_dict()), flat_parameters(model)
+    with pytest.raises(TypeError, match="diagonal"):
+        optimizer.set_curvature({param: torch.ones_like(param) for param in model.parameters()})
+    with pytest.raises(ValueError, match=r"state_dict .* AdaHessianKron"):
+        optimizer.load_state_dict(of_diagonals.state_dict())
+    with pytest.raises(ValueError, match=r"state_dict .* AdaHessian saved"):
+        of_diagonals.load_state_dict(copy.deepcopy(before))
+    broken = copy.deepcopy(before)
+    broken["param_groups"][0]["block_size"] = 3
+    with pytest.raises(ValueError, match=r"left_factor.* block_size"):
+        optimizer.load_state_dict(broken)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert torch.equal(flat_parameters(model), theta)
