@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import defaultdict
 
 import pytest
 import torch
@@ -262,3 +263,52 @@ def test_the_state_of_a_fresh_optimizer_is_made_without_using_up_its_measurement
     param.grad = torch.ones(3)
     optimizer.step()
     assert optimizer.param_groups[0]["measurements"] == 1
+
+
+def test_another_averaging_is_rejected_while_there_is_a_state():
+    param = nn.Parameter(torch.ones(3, 4))
+    optimizer = AdaHessian([param])
+    optimizer.set_curvature({param: torch.ones(3, 4)})
+    param.grad = torch.ones(3, 4)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.param_groups[0]["averaging"] = "factored"
+    with pytest.raises(RuntimeError, match="averaging"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+def test_states_are_made_in_the_state_that_the_optimizer_has_now():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = AdaHessian([param])
+    optimizer.set_curvature({param: torch.ones(3)})
+    optimizer.state = defaultdict(dict)
+    optimizer.set_curvature({param: torch.ones(3)})
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_a_capturable_step_count_keeps_its_address():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = AdaHessian(params, capturable=True)
+    address = None
+    for number in (1, 2):  # the second parameter gets its first gradient later
+        optimizer.set_curvature({param: torch.ones(3) for param in params[:number]})
+        for param in params[:number]:
+            param.grad = torch.ones(3)
+        optimizer.step()
+        place = optimizer.state[params[0]]["step"]
+        address = address or place.data_ptr()
+    assert (place.data_ptr(), place.item()) == (address, 2.0)
+    assert optimizer.state[params[1]]["step"] == 1
+
+
+def test_bfloat16_decay_is_not_rounded_before_it_is_applied():
+    param = nn.Parameter(torch.linspace(0.5, 2, 64, dtype=torch.bfloat16))
+    expected = param.detach().clone().mul_(1 - 0.03 * 0.1)
+    optimizer = AdaHessian([param], lr=0.03, weight_decay=0.1)
+    optimizer.set_curvature({param: torch.ones_like(param)})
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert torch.equal(param, expected)

@@ -471,3 +471,14 @@ def test_running_out_of_memory_is_no_reason_to_do_without_the_compiler(monkeypat
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         TrainingStep(model, MLP.loss, optimizer, compile=True)(MLP.batch())
     assert not optimizer.state
+
+
+def test_a_parameter_that_was_frozen_stands_still():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(model, lambda model, x: model(x).square().mean(), optimizer, capture=False)
+    step(torch.ones(4, 3))
+    model.bias.requires_grad_(False)
+    before = model.bias.detach().clone()
+    step(torch.ones(4, 3))
+    assert torch.equal(model.bias, before)

@@ -217,8 +217,11 @@ class _Pending:
     def _complete(self, optimizer: AdaHessian) -> None:
         if self._ranks is not None and self._mean is not None and self.is_next(optimizer):
             params, num_probes, draw = self.request
-            # Drawn again, because keeping the probes would take memory during the gradient's pass.
-            optimizer._accept(params, list(map(draw, range(num_probes))), *self._mean.result(self._ranks))
+            # Drawn again, because keeping the probes would take memory during the gradient's pass. A magnitude of one
+            # product does not depend on its probe.
+            is_signed = any(group["signed"] for group in optimizer.param_groups)
+            probes = list(map(draw, range(num_probes))) if num_probes > 1 or is_signed else None
+            optimizer._accept(params, probes, *self._mean.result(self._ranks))
         self._reset()
 
 

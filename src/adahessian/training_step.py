@@ -113,7 +113,13 @@ class TrainingStep:
         Raises:
             CurvatureError: If the curvature cannot be computed. Nothing has been changed in that case.
         """
-        params = [param for group in self._optimizer.param_groups for param in group["params"] if param.requires_grad]
+        params = []
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    params.append(param)
+                else:
+                    param.grad = None  # that of an earlier step
         if params and params[0].device != self._device:
             self._device = params[0].device
             self._compiles = self._engine.why_not_compiled(params) is None
@@ -187,7 +193,7 @@ class TrainingStep:
         if key not in self._losses:
             # The compiler counts versions of a function per code object, so each function needs its own.
             loss_of.__code__ = loss_of.__code__.replace()
-            logger.info("Compiling the gradient, which takes up to two minutes the first time")
+            logger.warning("Compiling the gradient takes up to two minutes the first time.")
             compiled: Loss = torch.compile(loss_of, dynamic=False)
             try:
                 with buffers_restored(self._model), random_state_kept(self._model):

@@ -499,7 +499,8 @@ def test_a_batch_that_is_not_finite_is_blamed_for_nothing(said, request, is_righ
     for _ in range(2):
         assert chooser.measure(x * value, asked).loss.isnan()
         assert "not compared with double backward yet: the loss is not finite" in chooser.description
-    assert all(record.levelname == "INFO" for record in said.records)
+    blames = [record for record in said.records if not record.getMessage().startswith("Compiling")]
+    assert all(record.levelname == "INFO" for record in blames)
     found = chooser.measure(x, asked)
     torch.testing.assert_close(found, derivatives(model, squares, x))
     assert ("within" in chooser.description) is is_right

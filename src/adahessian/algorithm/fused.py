@@ -167,11 +167,10 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
     is_channels_last = shape.kernel_dims == param.dim() - 2 > 0 and param.movedim(1, -1).is_contiguous()
     if not (param.is_contiguous() or is_channels_last):
         return False
-    if not state:
-        return True
-    exp_avg, rms = state["exp_avg"], state["hessian_rms"]
-    is_alike = _FORM(exp_avg) == _FORM(param) and exp_avg.stride() == param.stride()
-    return bool(is_alike and rms.dtype == torch.float32 and rms.device == param.device and rms.is_contiguous())
+    exp_avg, rms = (state or {}).get("exp_avg", param), (state or {}).get("hessian_rms")
+    if _FORM(exp_avg) != _FORM(param) or exp_avg.stride() != param.stride():
+        return False
+    return rms is None or bool(rms.dtype == torch.float32 and rms.device == param.device and rms.is_contiguous())
 
 
 @cache

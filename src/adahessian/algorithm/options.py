@@ -26,9 +26,13 @@ def validate(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr={lr!r} is invalid. Pass a non-negative float or one-element tensor.")
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
         raise ValueError(f"betas={betas!r} is invalid. Pass two floats, each at least 0 and below 1.")
-    for name, most in (("eps", math.inf), ("weight_decay", math.inf), ("hessian_power", 1)):
+    for name, most, allowed in (
+        ("eps", math.inf, "0 or more"),
+        ("weight_decay", math.inf, "0 or more"),
+        ("hessian_power", 1, "from 0 to 1"),
+    ):
         if not (is_number(options[name]) and 0 <= options[name] <= most and math.isfinite(options[name])):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite number from 0 to {most}.")
+            raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite number, {allowed}.")
     for name, least in (("block_size", 1), ("num_probes", 1), ("curvature_every", 1), ("curvature_warmup", 0)):
         if not (is_integer(options[name]) and options[name] >= least):
             raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer of at least {least}.")

@@ -130,11 +130,16 @@ class Bucket:
         for i in places:
             init_state(state[self.params[i]], self.params[i], self.group)
         for name in COUNTS:
-            self._counts[name] = new_counts(name, len(self.params), self.here[0], self.group)
-            for param, place in zip(self.params, self._counts[name].unbind(), strict=True):
-                if own := state.get(param):
+            counts = new_counts(name, len(self.params), self.here[0], self.group)
+            # A CUDA graph that the user captured knows the address of each step.
+            is_joined = name != "step" or not self.group["capturable"]
+            for param, place in zip(self.params, counts.unbind(), strict=True):
+                own = state.get(param)
+                if own and (is_joined or not isinstance(own.get(name), Tensor)):
                     place.copy_(torch.as_tensor(own.get(name, 0.0)))
-                    own[name] = place
+                    own[name] = place if is_joined else place.clone()
+            if is_joined:
+                self._counts[name] = counts
         self._find_states(state)
 
     def step(self, measurement: Measurement, state: States) -> None:
@@ -204,10 +209,10 @@ class Bucket:
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""
-        return self._counts[name] if self._counts else torch.stack([own[name] for own in self._states if own])
+        return self._counts[name] if name in self._counts else torch.stack([own[name] for own in self._states if own])
 
     def _add(self, name: str, numbers: int | Tensor) -> None:
-        if self._counts:
+        if name in self._counts:
             self._counts[name].add_(numbers)
         else:
             counts = [own[name] for own in self._states if own]
@@ -233,11 +238,12 @@ class Plan:
             RuntimeError: If a state does not fit its parameter.
         """
         look = list(map(_look, groups))
+        self._state = state
         if look == self._look and all(bucket.is_current(state) for bucket in self.buckets):
             return
         self._look, self._places = [], {}
         self.buckets = list(_make_buckets(groups, state))
-        self._look, self._state = look, state
+        self._look = look
 
     def draw(self, params: Sequence[Tensor], probe: int, out: Sequence[Tensor] | None) -> list[Tensor]:
         """Draw one probe of the next measurement."""
@@ -326,7 +332,7 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
                 "model before the first step, or load the optimizer's state_dict again after casting."
             )
         here = local(param)
-        of_shard = {key: local(value) for key, value in known.items()} if known and "hessian_rms" in known else None
+        of_shard = {key: local(value) for key, value in known.items()} if known else None
         fused = can_fuse(here, shape_of(here, group), group, of_shard)
         _, params, positions = found.setdefault((id(group), here.device, here.dtype, fused), (group, [], []))
         params.append(param)

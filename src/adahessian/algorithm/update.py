@@ -69,7 +69,11 @@ def take_step(
     :math:`1 - \beta_1`, and the denominators :math:`\bar D^k + \epsilon` are overwritten.
     """
     if isinstance(decay, Tensor) or decay != 1:
-        torch._foreach_mul_(params, decay)
+        if params[0].device.type == "cpu":  # where torch._foreach_mul_ rounds the factor to the parameter's dtype
+            for param in params:
+                param.mul_(decay)
+        else:
+            torch._foreach_mul_(params, decay)
     scaled = grads if gradient_scale == 1 else torch._foreach_mul(grads, gradient_scale)
     torch._foreach_lerp_(exp_avgs, scaled, momentum_weight)
     if isinstance(step_scale, Tensor):

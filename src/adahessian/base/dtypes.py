@@ -23,4 +23,4 @@ def as_real(tensor: Tensor) -> Tensor:
         >>> as_real(torch.tensor([1 + 2j, 3 + 4j])).tolist()
         [[1.0, 3.0], [2.0, 4.0]]
     """
-    return torch.view_as_real(tensor).movedim(-1, 0) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 0) if tensor.is_complex() else tensor

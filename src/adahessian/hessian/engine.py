@@ -127,7 +127,7 @@ class Engine:
         """Run the compiled pass, or return None if it fails for this signature or disagrees with double backward."""
         assert self._compiled is not None
         if self._compares:
-            info_once("Compiling the curvature pass takes one to two minutes")
+            warn_once("Compiling the curvature pass takes one to two minutes the first time.")
             is_rounded = self._product_dtype is not None
             try:
                 words, self._compares = compare(self._compiled, batch, request, is_rounded=is_rounded)
