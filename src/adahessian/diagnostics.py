@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adahessian.algorithm.kronecker import Rotation, condition, rotated_update
+from adahessian.algorithm.shapes import Diagonal
 from adahessian.algorithm.state import Group, State, shape_of
 from adahessian.base.dtypes import accumulation_dtype, as_real
 from adahessian.base.shards import gather
@@ -121,7 +122,7 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
         found["direction"] = _norm(update) * (1 - beta1 ** state["step"].item())
         found |= condition(shape, stored, group["damping"])
         return found
-    if shape.stored.keys() <= state.keys():
+    if isinstance(shape, Diagonal) and shape.stored.keys() <= state.keys():
         stored = [gather(state[key]) for key in shape.stored]
         rms = stored[0] if len(stored) == 1 else shape.denominator(stored, 1, 0.0)
         unmeasured = rms.isinf()

@@ -62,7 +62,7 @@ class Cut:
 
 
 class Rotation(CurvatureShape):
-    """A curvature that turns the momentum instead of dividing it."""
+    """A curvature that rotates the momentum."""
 
     @property
     def marked(self) -> tuple[int, ...]:  # noqa: D102
@@ -76,11 +76,22 @@ class Rotation(CurvatureShape):
     def rotate(self, momentum: Tensor, stored: Sequence[Tensor]) -> Tensor:
         """Apply the inverse root of the curvature to a momentum."""
 
-    def _average(self, diagonal: Tensor, signed: bool, total: Total) -> tuple[Tensor, ...]:
-        raise AssertionError  # reduce() below needs products, not a diagonal
+    def reduce(  # noqa: D102
+        self,
+        probes: Sequence[Tensor] | None,
+        products: Sequence[Tensor],
+        gradient: Tensor | None,
+        *,
+        signed: bool = False,
+        total: Total = here_alone,
+    ) -> Estimate:
+        if gradient is None:
+            return self._reduce(products, torch.ones_like(products[0], dtype=torch.bool))
+        return self._reduce(products, self.touched(torch.stack(tuple(products)).ne(0).any(0), gradient))
 
-    def denominator(self, stored: Sequence[Tensor], power: float, eps: float) -> Tensor:  # noqa: D102
-        raise AssertionError
+    @abstractmethod
+    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
+        """Reduce products to means and to marks of what the loss reached. The signs of the probes cancel."""
 
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
         return product.ne(0).logical_or_(gradient.ne(0))
@@ -99,18 +110,9 @@ class Elementwise(Rotation):
     def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
         return {"hessian_square": self.shape}
 
-    def reduce(  # noqa: D102
-        self,
-        probes: Sequence[Tensor] | None,
-        products: Sequence[Tensor],
-        gradient: Tensor | None,
-        *,
-        signed: bool = False,
-        total: Total = here_alone,
-    ) -> Estimate:
+    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
         squares = torch.stack([product.square() for product in products]).mean(0)
-        reached = torch.ones_like(squares) if gradient is None else self.touched(squares, gradient).to(squares)
-        return Estimate((squares, reached), not_finite_in(squares.sqrt()))
+        return Estimate((squares, took_part.to(squares)), not_finite_in(squares.sqrt()))
 
     def fold(self, stored: Sequence[Tensor], estimate: Estimate, weight: Tensor) -> None:  # noqa: D102
         (old,), (new, reached) = stored, estimate.values
@@ -153,25 +155,14 @@ class Matrix(Rotation):
     def _as_matrix(self, tensor: Tensor) -> Tensor:
         return tensor.flatten(1 + self.is_stack)
 
-    def reduce(  # noqa: D102
-        self,
-        probes: Sequence[Tensor] | None,
-        products: Sequence[Tensor],
-        gradient: Tensor | None,
-        *,
-        signed: bool = False,
-        total: Total = here_alone,
-    ) -> Estimate:
+    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
         matrices = [self._as_matrix(product) for product in products]
         left = sum((_outer(self.rows.split(y)) for y in matrices), torch.zeros(()).to(matrices[0]))
         right = sum((_outer(self.columns.split(y.mT)) for y in matrices), torch.zeros(()).to(matrices[0]))
         left = left / (self.columns.length * len(products))
         right = right / (self.rows.length * len(products))
         not_finite = torch.stack([left.sum(), right.sum()]).isfinite().all().logical_not()
-        if gradient is None:
-            took_part = torch.ones_like(self._as_matrix(products[0]), dtype=torch.bool)
-        else:
-            took_part = self._as_matrix(self.touched(torch.stack(tuple(products)).ne(0).any(0), gradient))
+        took_part = self._as_matrix(took_part)
         reached = took_part.any(-1, keepdim=True), took_part.any(-2).unsqueeze(-1)
         by_row, by_column = (cut.split(r.to(left)) for cut, r in zip((self.rows, self.columns), reached, strict=True))
         return Estimate((left, right, by_row, by_column), not_finite)

@@ -48,7 +48,7 @@ class Bucket:
         self.group = group
         self.params = params
         self.here = list(map(local, params))
-        self.shapes = [shape_of(shard, group) for shard in self.here]
+        self.shapes: list[Any] = [shape_of(shard, group) for shard in self.here]
         self.is_sharded = any(map(is_sharded, params))
         self.is_complex = params[0].is_complex()
         self._positions = positions

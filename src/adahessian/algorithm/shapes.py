@@ -55,6 +55,7 @@ class CurvatureShape(ABC):
     def stored(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the state's tensors."""
 
+    @abstractmethod
     def reduce(
         self,
         probes: Sequence[Tensor] | None,
@@ -70,6 +71,33 @@ class CurvatureShape(ABC):
         in the loss. Without a gradient, every block counts as measured. ``signed`` averages D over a block instead of
         ``|D|``, and ``total`` sums over the ranks that hold the parameter's other shards.
         """
+
+    @property
+    def marked(self) -> tuple[int, ...]:
+        """The shape of the marks of :meth:`touched`."""
+        return next(iter(self.stored.values()))
+
+    @abstractmethod
+    def touched(self, product: Tensor, gradient: Tensor) -> Tensor:
+        """Mark the blocks that took part in a loss. The marks are at most as large as the parameter."""
+
+    @abstractmethod
+    def spread(self, marks: Tensor) -> Tensor:
+        """Expand the marks of :meth:`touched` to the parameter's elements."""
+
+
+class Diagonal(CurvatureShape):
+    """A curvature that divides the momentum element by element."""
+
+    def reduce(  # noqa: D102
+        self,
+        probes: Sequence[Tensor] | None,
+        products: Sequence[Tensor],
+        gradient: Tensor | None,
+        *,
+        signed: bool = False,
+        total: Total = here_alone,
+    ) -> Estimate:
         diagonal = hutchinson(probes, products, signed=signed)
         first, *rest = self._average(diagonal, signed, total)
         # A nonzero value already shows that the block took part. Checking this first is cheaper, but only on a CPU.
@@ -97,22 +125,9 @@ class CurvatureShape(ABC):
     def denominator(self, stored: Sequence[Tensor], power: float, eps: float) -> Tensor:
         r"""Compute :math:`\bar D^k + \epsilon`, which divides the momentum."""
 
-    @property
-    def marked(self) -> tuple[int, ...]:
-        """The shape of the marks of :meth:`touched`."""
-        return next(iter(self.stored.values()))
-
-    @abstractmethod
-    def touched(self, product: Tensor, gradient: Tensor) -> Tensor:
-        """Mark the blocks that took part in a loss. The marks are at most as large as the parameter."""
-
-    @abstractmethod
-    def spread(self, marks: Tensor) -> Tensor:
-        """Expand the marks of :meth:`touched` to the parameter's elements."""
-
 
 @dataclass(frozen=True)
-class Blocks(CurvatureShape):
+class Blocks(Diagonal):
     """One value per block.
 
     A block is ``row_length`` consecutive elements of the last dimension (the last block of a row may be shorter), or
@@ -184,7 +199,7 @@ class Blocks(CurvatureShape):
 
 
 @dataclass(frozen=True)
-class Factored(CurvatureShape):
+class Factored(Diagonal):
     r"""One value per row and one per column, so m + n values instead of m n.
 
     .. math::
@@ -225,13 +240,13 @@ class Factored(CurvatureShape):
         return tuple(range(1, len(self.shape)))
 
 
-def views(shapes: Sequence[CurvatureShape], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
+def views(shapes: Sequence[Diagonal], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
     """View the tensors of each list by their curvature shapes."""
     return [[shape.view(tensor) for shape, tensor in zip(shapes, each, strict=True)] for each in lists]
 
 
 def denominators(
-    shapes: Sequence[CurvatureShape], stored: Sequence[Sequence[Tensor]], power: float, eps: float
+    shapes: Sequence[Diagonal], stored: Sequence[Sequence[Tensor]], power: float, eps: float
 ) -> list[Tensor]:
     """Compute the denominator of each parameter."""
     return [shape.denominator(tensors, power, eps) for shape, tensors in zip(shapes, stored, strict=True)]
@@ -262,7 +277,7 @@ def _steadied(values: Tensor, total: Total) -> Tensor:
     return squares.add_(mean).mul_(0.5).sqrt_().where(touched, values)
 
 
-def shape_for(shape: Sequence[int], group: dict[str, Any], parts: int = 1) -> CurvatureShape:
+def shape_for(shape: Sequence[int], group: dict[str, Any], parts: int = 1) -> Diagonal:
     """Choose the curvature shape for a tensor of this shape, or for a stack of ``parts`` of these tensors.
 
     >>> shape_for((16, 3, 3, 3), {"averaging": "auto", "block_size": 32}).stored
@@ -276,7 +291,7 @@ def shape_for(shape: Sequence[int], group: dict[str, Any], parts: int = 1) -> Cu
 
 
 @lru_cache(maxsize=65536)
-def _shape_for(shape: tuple[int, ...], averaging: AveragingName, block_size: int, parts: int) -> CurvatureShape:
+def _shape_for(shape: tuple[int, ...], averaging: AveragingName, block_size: int, parts: int) -> Diagonal:
     rank = len(shape)
     stacked = shape if parts == 1 else (parts, *shape)
     if averaging == "auto":
