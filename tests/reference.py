@@ -63,7 +63,7 @@ def is_factored(shape: tuple[int, ...], averaging: str) -> bool:
 def squares(
     diagonal: np.ndarray, shape: tuple[int, ...], averaging: str, size: int, *, signed: bool
 ) -> list[np.ndarray]:
-    """What is averaged over time: the squares of blocks, or the mean squares of rows and those of columns."""
+    """Return the terms of the running means: squares of blocks, or mean squares of rows and columns."""
     if is_factored(shape, averaging):
         matrix = diagonal.reshape(shape[0], -1) ** 2
         return [matrix.sum(1) / matrix.shape[1], matrix.sum(0) / matrix.shape[0]]

@@ -151,8 +151,8 @@ def test_diagnose_returns_finite_numbers(case):
         assert numbers["update_norm"] == pytest.approx(moved, rel=1e-3) or taken > 1
 
 
-def test_it_learns_at_the_pace_of_adamw():
-    """The scale matches AdamW's gain, so that neither is much faster per step on a problem this small."""
+def test_its_loss_is_within_a_fifth_of_adamw_s_on_random_labels():
+    """A guard against wrong step sizes, not a claim: here the loss is about 10% above AdamW's after 60 steps."""
     ratios = []
     for seed in range(3):
         batch, (model, other) = CONVOLUTION.batch(seed=seed + 1), (CONVOLUTION.model(seed=seed) for _ in range(2))

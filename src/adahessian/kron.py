@@ -108,7 +108,7 @@ class AdaHessianKron(AdaHessian):
                 self.param_groups.pop()
                 what = "complex" if param.is_complex() else "sharded over ranks"
                 raise ValueError(
-                    f"params contains a parameter that is {what}, for which there are no factors. Use AdaHessian."
+                    f"params contains a parameter that is {what}, which has no Kronecker factors. Use AdaHessian."
                 )
 
     def set_curvature(

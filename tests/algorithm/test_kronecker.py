@@ -61,9 +61,9 @@ def test_a_kronecker_hessian_gives_newtons_direction(m, n, condition):
     shape, momentum = Matrix((m, n), 256), normal(m, n, seed=3)
     stored = folded(shape, [a @ z.view(m, n) @ b for z in hadamard(m * n)])
     for found, matrix in zip(stored[2:], (a, b), strict=True):
-        torch.testing.assert_close(unit(found[0]), unit(torch.linalg.inv(matrix)), rtol=0, atol=1e-9)
+        torch.testing.assert_close(unit(found[0]), unit(torch.linalg.inv(matrix)), rtol=0, atol=1e-10)
     newton = unit(torch.linalg.solve(a, momentum) @ torch.linalg.inv(b))
-    torch.testing.assert_close(unit(shape.rotate(momentum, stored)), newton, rtol=0, atol=1e-9)
+    torch.testing.assert_close(unit(shape.rotate(momentum, stored)), newton, rtol=0, atol=1e-10)
 
 
 def test_blocks_of_one_are_factored_mean_squares():

@@ -1,4 +1,4 @@
-"""What torch's messages become."""
+"""The remedies that replace torch's messages."""
 
 import re
 

@@ -29,7 +29,7 @@ GEOMETRIES = {
 
 @pytest.fixture
 def applications(monkeypatch):
-    """What is computed by functions of ours."""
+    """Record the convolutions that the library computes itself."""
     seen, original = [], convolution._gradient
     monkeypatch.setattr(convolution, "_gradient", lambda *args: (seen.append(args), original(*args))[1])
     return seen

@@ -33,7 +33,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    """What would be compiled runs as it is."""
+    """Run functions uncompiled where they would be compiled."""
     monkeypatch.setattr(compiled, "compile_derivatives", lambda function, *_, **__: function)
 
 

@@ -41,7 +41,7 @@ def products(graph, dtype=None):
 
 
 class Compiled(NamedTuple):
-    """What a compiled pass finds along two probes, and what becomes of its graph."""
+    """The results of a compiled pass along two probes, and its rewritten graph."""
 
     gradients: list[torch.Tensor]
     products: list[torch.Tensor]

@@ -92,7 +92,7 @@ def train_on_ranks(rank, size, options, mesh_shape=None):
 
 
 def without_a_trace_on_ranks(rank, size):
-    """Two runs by SGD, one of which measures a curvature that is not used."""
+    """Compare two SGD runs. One of them also measures a curvature and does not use it."""
     results = []
     for measures in (False, True):
         model = sharded()
