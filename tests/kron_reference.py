@@ -12,7 +12,7 @@ from reference import signs
 
 
 def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probes, beta1=0.9, beta2=0.95, **options):
-    """The parameters after some steps, from sums over the whole history, and which limits were the scale."""
+    """The parameters after some steps, from sums over the whole history, and which of the three scales counted."""
     lr, decay, seed = options["lr"], options["weight_decay"], options["seed"]
     shapes, sizes = [value.shape for value in start], [value.size for value in start]
     theta, cuts = np.concatenate([value.ravel() for value in start]), np.cumsum(sizes)[:-1]
@@ -50,10 +50,10 @@ def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probe
                 u = m / (rms + 0.1 * rms.mean())
             else:
                 u = root(products) @ m @ root([[y.T for y in of_one] for of_one in products])
+            rms = np.linalg.norm(u) / u.size**0.5
             signal = np.linalg.norm(m) / np.sqrt(mean([np.sum(g[i] ** 2) for g in gradients], 0.99))
-            candidates = (1 - beta1**t) * signal * np.abs(m).sum() / np.sum((1 - beta1**t) * m * u), u.size**0.5
-            candidates = candidates[0], candidates[1] / np.linalg.norm(u)
-            limits.add(candidates[0] < candidates[1])
-            parts[i] = (1 - lr * decay) * parts[i] - lr * min(candidates) * u.ravel()
+            scales = signal * np.abs(m).sum() / np.sum(m * u), signal / rms, 1 / rms
+            limits.add(np.argsort(scales)[1])  # which of the three counts
+            parts[i] = (1 - lr * decay) * parts[i] - lr * min(max(scales[:2]), scales[2]) * u.ravel()
         theta = np.concatenate(parts)
     return theta, limits

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian import AdaHessian, Curvature, diagnose
+from adahessian import AdaHessian, AdaHessianKron, Curvature, diagnose
 from adahessian.algorithm.probes import probe_key, rademacher
 from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, flat_parameters, train
 
@@ -109,6 +109,45 @@ def test_an_ordinary_step_replayed_as_a_graph(device, averaging):
         param.grad.copy_(gradient)
         graph.replay()
     torch.testing.assert_close(param, expected)
+
+
+@on_accelerators
+def test_an_ordinary_step_of_factors_replayed_as_a_graph(device):
+    torch.manual_seed(0)
+    start = [torch.randn(*shape, device=device) for shape in ((16, 12), (16, 12), (12,), (3, 16, 12))]
+    gradients = [[torch.randn_like(part) for part in start] for _ in range(6)]
+
+    def prepared(capturable):
+        params = [nn.Parameter(part.clone()) for part in start]
+        lr = torch.tensor(0.1, device=device) if capturable else 0.1
+        optimizer = AdaHessianKron(params, lr=lr, capturable=capturable, block_size=8, curvature_every=100)
+        set_gradients(params, [part.clone() for part in gradients[0]])
+        optimizer._accept(params, None, [[part + 1 for part in start]], gradients[0])
+        optimizer.step()
+        return params, optimizer
+
+    def set_gradients(params, values):
+        for param, value in zip(params, values, strict=True):
+            param.grad = value
+
+    expected, eager = prepared(capturable=False)
+    params, optimizer = prepared(capturable=True)
+    saved = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            param.copy_(saved[0][i])
+            for key, value in saved[1][i].items():
+                optimizer.state[param][key].copy_(value)
+    for values in gradients[1:]:
+        set_gradients(expected, values)
+        eager.step()
+        for param, value in zip(params, values, strict=True):
+            param.grad.copy_(value)
+        graph.replay()
+    torch.testing.assert_close(params, expected)
 
 
 @on_accelerators

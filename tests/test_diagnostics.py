@@ -83,6 +83,7 @@ def test_the_totals_are_those_of_all_parameters(options):
         "param_norm": flat(params).norm().item(),
         "update_norm": taken,
         "update_ratio": taken / flat(params).norm().item(),
+        "update_rms": taken / 0.15 / flat(params).numel() ** 0.5,
         "at_eps": flat(rms).lt(options.get("eps", 1e-4)).double().mean().item(),
         "unmeasured": 0,
         "hessian_rms": flat(rms).square().mean().sqrt().item(),

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ import adahessian
 from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose
 from cases import ATTENTION, CONVOLUTION, MLP, exact_derivatives, flat_parameters, train
 from kron_reference import adahessian_kron
+from reference import signs
 
 OPTIONS = {"lr": 0.01, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2, "seed": 7, "weight_decay": 0.1}
 
@@ -25,7 +27,7 @@ def test_ten_steps_are_those_of_the_equations(damping, num_probes):
     full, quarter = (exact_derivatives(MLP, model, tuple(each[:size] for each in batch)) for size in (16, 4))
     start = [param.detach().numpy().copy() for param in model.parameters()]
     expected, limits = adahessian_kron(start, lambda at: full(at)[0], lambda at: quarter(at)[1], 10, **options)
-    assert limits == {True, False} or num_probes == 2  # both limits of the scale have been met
+    assert limits == {0, 1, 2} or num_probes == 2  # each of the three scales has counted
     train(MLP, model, AdaHessianKron(model.parameters(), **options), batch, 10, "object")
     torch.testing.assert_close(flat_parameters(model), torch.from_numpy(expected), rtol=1e-6, atol=1e-8)
 
@@ -57,6 +59,73 @@ def test_bfloat16_learns_and_keeps_its_factors_in_float32_in_copies():
     other.load_state_dict(optimizer.state_dict())
     for state in (*optimizer.state.values(), *other.state.values()):
         assert {value.dtype for key, value in state.items() if key != "exp_avg"} == {torch.float32}
+
+
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION], ids=str)
+def test_the_state_is_complete_after_the_first_step(case):
+    model, forms = case.model(), []
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    for taken in (1, 5):
+        train(case, model, optimizer, case.batch(), taken, "object")
+        states = [optimizer.state[param] for param in model.parameters()]
+        forms.append([{key: (value.shape, value.dtype) for key, value in state.items()} for state in states])
+    assert forms[0] == forms[1]
+
+
+@pytest.mark.parametrize("way", ["object", "graph"])
+@pytest.mark.parametrize("scale", [2.0**8, 2.0**16])
+def test_a_grad_scaler_changes_no_bit(way, scale):
+    ends = []
+    for enabled in (True, False):
+        model, scaler = MLP.model(), torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
+        optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+        curvature = Curvature(model, MLP.loss, optimizer, scaler=scaler)
+        for number in range(5):
+            batch = MLP.batch(seed=number)
+            if way == "object":
+                curvature.measure(batch)
+            optimizer.zero_grad()
+            scaler.scale(MLP.loss(model, batch)).backward(create_graph=optimizer.curvature_due)
+            scaler.step(optimizer)
+            scaler.update()
+        # A step does not depend on the scale of the loss, but the factors do.
+        ends.append((flat_parameters(model), optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [0, 4])
+def test_a_batch_with_nan_is_dropped_and_counted(bad):
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    curvature = Curvature(model, MLP.loss, optimizer)
+    for number in range(6):
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        assert curvature.measure((x * math.nan if number == bad else x, y)) == (number in (0, 1, 4))
+        optimizer.zero_grad()
+        MLP.loss(model, (x, y)).backward()
+        optimizer.step()
+        changed = {key for i, own in optimizer.state_dict()["state"].items() for key in before.get(i, ())
+                   if not torch.equal(own[key], before[i][key])} - {"step", "exp_avg", "grad_square"}  # fmt: skip
+        assert ("dropped" in changed) == (0 < number == bad)
+        assert changed <= {"dropped"} or number in {1, 4} - {bad}
+    assert {(int(state["measurements"]), int(state["dropped"])) for state in optimizer.state.values()} == {(2, 1)}
+    assert flat_parameters(model).isfinite().all()
+    with pytest.warns(UserWarning, match="NaN"):
+        assert diagnose(optimizer)["dropped_measurements"] == 4
+
+
+def test_a_compiled_step_is_the_uncompiled_one(quick_compiler):
+    ends = []
+    for options in ({}, {"compile": True}, {"compile": True, "product_dtype": torch.bfloat16}):
+        model = MLP.model(torch.float32)
+        curvature = Curvature(model, MLP.loss, AdaHessianKron(model.parameters(), **OPTIONS), **options)
+        step = TrainingStep(curvature)
+        for number in range(6):
+            step(MLP.batch(torch.float32, seed=number))
+        assert curvature.engine.description.startswith("compiled" if options else "double backward")
+        ends.append(flat_parameters(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ends[2], ends[0], rtol=1e-2, atol=1e-3)
 
 
 def steps(model, optimizer, loss, count, batch=None):
@@ -106,7 +175,7 @@ def test_rows_of_a_table_that_do_not_occur_only_decay():
     optimizer = AdaHessianKron(adahessian.param_groups(model), lr=0.01, weight_decay=0.1)
     steps(model, optimizer, lambda m, x: nn.functional.cross_entropy(m(x), classes), 5, torch.tensor([1, 2, 2, 4]))
     factor = optimizer.state[model[0].weight]["left_factor"]
-    assert factor.ne(0).tolist() == [[[row in (1, 2, 4)]] for row in range(6)]
+    assert factor.ne(0).tolist() == [[row in (1, 2, 4)] for row in range(6)]
     torch.testing.assert_close(model[0].weight[[0, 3, 5]], start[[0, 3, 5]] * 0.999**5)
     assert (model[0].weight - start)[[1, 2, 4]].abs().min() > 1e-4
 
@@ -140,7 +209,9 @@ def test_every_way_to_train_takes_its_share_of_the_batch():
 def test_diagnose_returns_finite_numbers(case):
     model = case.model(torch.float32)
     optimizer = AdaHessianKron(model.parameters(), **{**OPTIONS, "weight_decay": 0.0})
-    for taken in (1, 7):
+    names, of_matrices = dict(model.named_parameters()), {"condition", "damped"}
+    of_each = {"grad_norm", "param_norm", "update_norm", "update_ratio", "update_rms", "hessian_rms", "unmeasured"}
+    for taken in (1, 6):
         before = flat_parameters(model)
         train(case, model, optimizer, case.batch(torch.float32), taken, "object")
         numbers = diagnose(optimizer, model, per_parameter=True)
@@ -149,6 +220,26 @@ def test_diagnose_returns_finite_numbers(case):
         assert 0 == numbers["unmeasured"] <= numbers["damped"] < 1
         moved = (flat_parameters(model) - before).norm().item()
         assert numbers["update_norm"] == pytest.approx(moved, rel=1e-3) or taken > 1
+        assert numbers["update_rms"] == pytest.approx(numbers["update_norm"] / 0.01 / len(before) ** 0.5)
+        for name, param in names.items():
+            found = {what.partition("/")[0] for what in numbers if what.endswith(f"/{name}")}
+            assert found == of_each | {"staleness"} | (of_matrices if param.dim() > 1 else set())
+            assert numbers[f"staleness/{name}"] == numbers["staleness"] == (1 if taken == 1 else 3)
+
+
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION], ids=str)
+def test_diagnose_returns_the_size_of_the_products(case):
+    model, batch = case.model(), case.batch()
+    derivatives = exact_derivatives(case, model, tuple(each[: len(each) // 4] for each in batch))
+    sizes = [param.numel() for param in model.parameters()]
+    z = np.concatenate([signs(size, 7, 0, 0, i) for i, size in enumerate(sizes)])
+    hz = derivatives(flat_parameters(model).numpy())[1] @ z
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    train(case, model, optimizer, batch, 1, "object")
+    found = diagnose(optimizer, model, per_parameter=True)
+    assert found["hessian_rms"] == pytest.approx(np.mean(hz**2) ** 0.5, rel=1e-5)
+    for (name, _), part in zip(model.named_parameters(), np.split(hz, np.cumsum(sizes)[:-1]), strict=True):
+        assert found[f"hessian_rms/{name}"] == pytest.approx(np.mean(part**2) ** 0.5, rel=1e-5)
 
 
 def test_its_loss_is_within_a_fifth_of_adamw_s_on_random_labels():
@@ -176,6 +267,20 @@ def test_arguments_out_of_range_are_named(name, value):
         with pytest.raises(ValueError, match=name):
             attempt({"params": [torch.ones(2, requires_grad=True)], name: value})
     assert len(optimizer.param_groups) == 1
+
+
+OF_ADAHESSIAN = {
+    "eps": 1e-8, "hessian_power": 0.5, "averaging": "factored", "signed": True, "steady_start": True, "fused": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ADAHESSIAN)
+def test_options_of_adahessian_are_rejected_by_name(name):
+    params, option = [torch.ones(2, 2, requires_grad=True)], {name: OF_ADAHESSIAN[name]}
+    with pytest.raises(TypeError, match=name):
+        AdaHessianKron(params, **option)
+    with pytest.raises(ValueError, match=name):
+        AdaHessianKron([{"params": params, **option}])
 
 
 def test_what_has_no_factors_is_rejected_and_nothing_changes():

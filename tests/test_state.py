@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian import AdaHessian
+from adahessian import AdaHessian, AdaHessianKron
 from cases import BATCH_NORM, MLP, flat_parameters, train
 
 OPTIONS = {"lr": 0.05, "block_size": 3, "curvature_every": 4, "curvature_warmup": 2, "seed": 7, "weight_decay": 0.1}
+
+
+both = pytest.mark.parametrize("make", [AdaHessian, AdaHessianKron])
 
 
 def through_a_file(thing):
@@ -147,9 +150,10 @@ def test_a_state_without_curvature_waits_for_its_measurement(missing):
     assert optimizer.state[param]["measurements"] == 1
 
 
-def test_names_of_parameters_are_kept():
+@both
+def test_names_of_parameters_are_kept(make):
     model, batch = MLP.model(), MLP.batch()
-    optimizer = AdaHessian(model.named_parameters(), lr=0.05)
+    optimizer = make(model.named_parameters(), lr=0.05)
     train(MLP, model, optimizer, batch, 1, "object")
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
 
@@ -175,12 +179,13 @@ def test_factored_state_is_one_value_per_row_and_column():
     assert sum(value.numel() for value in optimizer.state[param].values() if value.dim()) == 64 * 128 + 64 + 128
 
 
-def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing():
+@both
+def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(make):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model, batch = MLP.model(), MLP.batch()
     before = flat_parameters(model)
-    optimizer = AdaHessian(model.parameters(), **OPTIONS)
+    optimizer = make(model.parameters(), **OPTIONS)
     get_optimizer_state_dict(model, optimizer)
     assert torch.equal(flat_parameters(model), before)
     assert optimizer.param_groups[0]["steps"] == 0
@@ -188,30 +193,32 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing():
 
     resumed = MLP.model()
     resumed.load_state_dict(model.state_dict())
-    other = AdaHessian(resumed.parameters())
+    other = make(resumed.parameters())
     set_optimizer_state_dict(resumed, other, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
     train(MLP, model, optimizer, batch, 6, "object")
     train(MLP, resumed, other, batch, 6, "object")
     assert torch.equal(flat_parameters(model), flat_parameters(resumed))
 
 
-def test_a_parameter_without_state_is_loaded_as_such():
+@both
+def test_a_parameter_without_state_is_loaded_as_such(make):
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    optimizer = AdaHessian([unused, used])
+    optimizer = make([unused, used])
     (used**2).sum().backward(create_graph=True)
     optimizer.step()
-    other = AdaHessian([unused, used])
+    other = make([unused, used])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert unused not in other.state
     torch.testing.assert_close(other.state[used], optimizer.state[used], rtol=0, atol=0)
 
 
-def test_two_optimizers_with_one_state_dict_count_for_themselves():
+@both
+def test_two_optimizers_with_one_state_dict_count_for_themselves(make):
     model, batch = MLP.model(), MLP.batch()
-    first = AdaHessian(model.parameters())
+    first = make(model.parameters())
     train(MLP, model, first, batch, 2, "object")
     other_model = MLP.model()
-    second = AdaHessian(other_model.parameters())
+    second = make(other_model.parameters())
     second.load_state_dict(first.state_dict())
     train(MLP, model, first, batch, 3, "object")
     assert {int(state["step"]) for state in first.state.values()} == {5}

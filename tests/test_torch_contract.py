@@ -2,11 +2,14 @@
 
 ``OptimizerInfo`` is how torch's suite describes an optimizer; the tests here are ours. Their loss is the one of that
 suite, a least-squares problem whose Hessian has rank one in each row. One probe can cancel to a curvature of exactly
-zero there, which leaves eps alone in the denominator. So every configuration has a large eps.
+zero there, which leaves eps alone in the denominator. So every configuration of AdaHessian has a large eps.
 """
 
 import copy
 import inspect
+import io
+import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,51 +28,65 @@ from torch.testing._internal.common_optimizers import (
 )
 
 import reference
-from adahessian import AdaHessian
+from adahessian import AdaHessian, AdaHessianKron, Curvature
 
 CPU = torch.device("cpu")
-
-
-def optimizer_inputs(device, dtype=None):
-    configurations = {
-        "default": {},
-        "lr": {"lr": 0.01},
-        "tensor lr": {"lr": torch.tensor(0.01)},
-        "weight decay": {"weight_decay": 0.1},
-        "maximize": {"weight_decay": 0.1, "maximize": True},
+# Both optimizers, with the options that train the problem below.
+BOTH = {AdaHessian: {"eps": 1.0}, AdaHessianKron: {}}
+CONFIGURATIONS = {
+    "default": {},
+    "lr": {"lr": 0.01},
+    "tensor lr": {"lr": torch.tensor(0.01)},
+    "weight decay": {"weight_decay": 0.1},
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+    "blocks": {"block_size": 2},
+    "probes": {"num_probes": 2},
+    "delay": {"curvature_every": 3, "curvature_warmup": 2},
+    "capturable": {"capturable": True},
+}
+CONFIGURATIONS_OF = {
+    AdaHessian: {
         "power": {"hessian_power": 0.5},
-        "blocks": {"block_size": 2, "signed": True},
+        "signed blocks": {"block_size": 2, "signed": True},
         "factored": {"averaging": "factored"},
-        "probes": {"num_probes": 2},
-        "delay": {"curvature_every": 3, "curvature_warmup": 2},
         "steady start": {"steady_start": True},
-        "capturable": {"capturable": True},
-    }
-    return [OptimizerInput(None, {"eps": 1.0, **kwargs}, desc) for desc, kwargs in configurations.items()]
+    },
+    AdaHessianKron: {"damping": {"damping": 0.5}},
+}
 
 
-INFO = OptimizerInfo(
-    AdaHessian,
-    optim_inputs_func=optimizer_inputs,
-    supported_impls=(),
-    not_og_supported_flags=(),
-    has_capturable_arg=True,
-)
+def configurations(optimizer):
+    def inputs(device, dtype=None):
+        known = {**CONFIGURATIONS, **CONFIGURATIONS_OF[optimizer]}.items()
+        return [OptimizerInput(None, {**BOTH[optimizer], **kwargs}, desc) for desc, kwargs in known]
+
+    info = OptimizerInfo(
+        optimizer,
+        optim_inputs_func=inputs,
+        supported_impls=(),
+        not_og_supported_flags=(),
+        has_capturable_arg=True,
+    )
+    for each in _get_optim_inputs_including_global_cliquey_kwargs(CPU, torch.float32, info):
+        yield pytest.param(optimizer, each.kwargs, id=f"{optimizer.__name__} {each.desc}")
 
 
 every_configuration = pytest.mark.parametrize(
-    "kwargs",
-    [
-        pytest.param(each.kwargs, id=each.desc)
-        for each in _get_optim_inputs_including_global_cliquey_kwargs(CPU, torch.float32, INFO)
-    ],
+    ("make", "kwargs"), [*configurations(AdaHessian), *configurations(AdaHessianKron)]
 )
 
 
-class Problem:
+@pytest.fixture(params=[*BOTH], ids=lambda optimizer: optimizer.__name__)
+def make(request):
+    """One of both optimizers, with the options that train the problem."""
+    return partial(request.param, **BOTH[request.param])
+
+
+class Problem(nn.Module):
     """``|W x + b|^2``."""
 
     def __init__(self, contiguous=True):
+        super().__init__()
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(10, 5, generator=generator)
         self.weight = nn.Parameter(weight if contiguous else weight.t().contiguous().t())
@@ -79,6 +96,9 @@ class Problem:
     @property
     def params(self):
         return [self.weight, self.bias]
+
+    def measure(self, optimizer):
+        Curvature(self, lambda problem, _: problem.loss(), optimizer, batch_fraction=1).measure(None)
 
     def loss(self):
         return (self.weight.mv(self.input) + self.bias).pow(2).sum()
@@ -102,18 +122,20 @@ def values(problem):
     get_error_inputs_for_all_optims(CPU, torch.float32),
     ids=lambda given: given.optimizer_error_input.desc,
 )
-def test_generic_errors(given):
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_generic_errors(optimizer, given):
     assert given.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
     construction = given.optimizer_error_input
     with pytest.raises(given.error_type, match=given.error_regex):
-        AdaHessian(construction.params, **construction.kwargs)
+        # Copies, because torch adds an optimizer's defaults to the groups that it was given.
+        optimizer(copy.deepcopy(construction.params), **construction.kwargs)
 
 
 @every_configuration
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_steps_go_in_the_right_direction(kwargs, contiguous):
+def test_steps_go_in_the_right_direction(make, kwargs, contiguous):
     problem = Problem(contiguous)
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     before = problem.loss().item()
     returned = [problem.step(optimizer).item() for _ in range(20)]
     assert returned[0] == before
@@ -122,12 +144,12 @@ def test_steps_go_in_the_right_direction(kwargs, contiguous):
 
 
 @every_configuration
-def test_state_dicts_are_deterministic(kwargs):
+def test_state_dicts_are_deterministic(make, kwargs):
     problem, twin = Problem(), Problem()
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     for _ in range(4):
         problem.step(optimizer)
-    other = AdaHessian(twin.params, **copy.deepcopy(kwargs))
+    other = make(twin.params, **copy.deepcopy(kwargs))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     twin.weight.data.copy_(problem.weight)
     twin.bias.data.copy_(problem.bias)
@@ -139,17 +161,17 @@ def test_state_dicts_are_deterministic(kwargs):
 
 
 @every_configuration
-def test_every_value_of_the_state_is_a_tensor(kwargs):
+def test_every_value_of_the_state_is_a_tensor(make, kwargs):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     problem.step(optimizer)
     assert all(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
 
 
 @every_configuration
-def test_gradients_are_never_written_into(kwargs):
+def test_gradients_are_never_written_into(make, kwargs):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     problem.step(optimizer)
     for param in problem.params:
         param.grad = torch.randn_like(param)
@@ -162,39 +184,39 @@ def test_gradients_are_never_written_into(kwargs):
 
 
 @every_configuration
-def test_copies_keep_all_public_attributes(kwargs):
+def test_copies_keep_all_public_attributes(make, kwargs):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     problem.step(optimizer)
     names = {name for name, _ in inspect.getmembers(optimizer) if not name.startswith("_")}
     assert names == {name for name, _ in inspect.getmembers(copy.deepcopy(optimizer)) if not name.startswith("_")}
 
 
 @every_configuration
-def test_without_gradients_a_step_changes_nothing(kwargs):
+def test_without_gradients_a_step_changes_nothing(make, kwargs):
     problem = Problem()
     before = values(problem)
-    optimizer = AdaHessian(problem.params, **copy.deepcopy(kwargs))
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
     optimizer.step()
     assert torch.equal(values(problem), before)
     assert not optimizer.state
 
 
 @every_configuration
-def test_with_zero_gradients_and_no_decay_a_step_moves_nothing(kwargs):
+def test_with_zero_gradients_and_no_decay_a_step_moves_nothing(make, kwargs):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, **{**copy.deepcopy(kwargs), "weight_decay": 0.0})
+    optimizer = make(problem.params, **{**copy.deepcopy(kwargs), "weight_decay": 0.0})
     before = values(problem)
     for _ in range(3):
         for param in problem.params:
             param.grad = torch.zeros_like(param)
-        optimizer.set_curvature({param: torch.ones_like(param) for param in problem.params})
+        problem.measure(optimizer)
         optimizer.step()
     assert torch.equal(values(problem), before)
 
 
 @pytest.mark.parametrize(
-    "make",
+    "schedule",
     [
         lambda o: StepLR(o, step_size=5, gamma=0.9),
         lambda o: ExponentialLR(o, gamma=0.9),
@@ -203,10 +225,10 @@ def test_with_zero_gradients_and_no_decay_a_step_moves_nothing(kwargs):
         ReduceLROnPlateau,
     ],
 )
-def test_schedulers(make):
+def test_schedulers(make, schedule):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, eps=1.0)
-    scheduler = make(optimizer)
+    optimizer = make(problem.params)
+    scheduler = schedule(optimizer)
     before = problem.loss().item()
     for _ in range(20):
         loss = problem.step(optimizer)
@@ -214,9 +236,9 @@ def test_schedulers(make):
     assert problem.loss().item() < before
 
 
-def test_hooks_run_in_order():
+def test_hooks_run_in_order(make):
     problem, calls = Problem(), []
-    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer = make(problem.params)
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     problem.step(optimizer)
@@ -225,9 +247,9 @@ def test_hooks_run_in_order():
     assert calls == ["before", "after", "before"]
 
 
-def test_the_closure_runs_with_gradients_enabled():
+def test_the_closure_runs_with_gradients_enabled(make):
     problem, seen = Problem(), []
-    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer = make(problem.params)
 
     def closure():
         seen.append(torch.is_grad_enabled())
@@ -241,24 +263,24 @@ def test_the_closure_runs_with_gradients_enabled():
     assert seen == [True]
 
 
-def test_parameters_keep_their_identity():
+def test_parameters_keep_their_identity(make):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer = make(problem.params)
     before = [(id(param), param.data_ptr()) for param in problem.params]
     problem.step(optimizer)
     assert [(id(param), param.data_ptr()) for param in problem.params] == before
 
 
-def test_repr_names_the_options():
-    text = repr(AdaHessian(Problem().params, block_size=4))
+def test_repr_names_the_options(make):
+    text = repr(make(Problem().params, block_size=4))
     assert "block_size: 4" in text
-    assert "hessian_power: 1.0" in text
+    assert "curvature_every: 1" in text
 
 
-def test_groups_with_their_own_lr_and_decay():
+def test_groups_with_their_own_lr_and_decay(make):
     problem = Problem()
     groups = [{"params": [problem.weight], "lr": 0.1, "weight_decay": 0.5}, {"params": [problem.bias]}]
-    optimizer = AdaHessian(groups, lr=0.0, eps=1.0)
+    optimizer = make(groups, lr=0.0)
     before = problem.bias.detach().clone()
     start = problem.loss().item()
     for _ in range(20):
@@ -267,18 +289,18 @@ def test_groups_with_their_own_lr_and_decay():
     assert torch.equal(problem.bias, before)
 
 
-def test_state_dict_hooks():
+def test_state_dict_hooks(make):
     problem = Problem()
-    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer = make(problem.params)
     problem.step(optimizer)
     optimizer.register_state_dict_pre_hook(lambda o: o.state.update(note=1))
     optimizer.register_state_dict_post_hook(lambda o, saved: {**saved, "seen": saved["state"].pop("note")})
     assert optimizer.state_dict()["seen"] == 1
 
 
-def test_global_step_hooks():
+def test_global_step_hooks(make):
     problem, calls = Problem(), []
-    optimizer = AdaHessian(problem.params, eps=1.0)
+    optimizer = make(problem.params)
     handles = [
         register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
         register_optimizer_step_post_hook(lambda *_: calls.append("after")),
@@ -293,20 +315,110 @@ def test_global_step_hooks():
 
 @pytest.mark.parametrize("saved_with_names", [True, False])
 @pytest.mark.parametrize("loaded_with_names", [True, False])
-def test_state_goes_between_named_and_unnamed_parameters(saved_with_names, loaded_with_names):
-    def make(problem, named):
+def test_state_goes_between_named_and_unnamed_parameters(make, saved_with_names, loaded_with_names):
+    def made(problem, named):
         names = ("weight", "bias")
         params = zip(names, problem.params, strict=True) if named else problem.params
-        return AdaHessian(params, eps=1.0)
+        return make(params)
 
     problem, twin = Problem(), Problem()
-    optimizer, other = make(problem, saved_with_names), make(twin, loaded_with_names)
+    optimizer, other = made(problem, saved_with_names), made(twin, loaded_with_names)
     problem.step(optimizer)
     twin.step(other)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     problem.step(optimizer)
     twin.step(other)
     assert torch.equal(values(problem), values(twin))
+
+
+@every_configuration
+@pytest.mark.parametrize("way", ["file", "pickle", "deepcopy"])
+def test_it_goes_on_after(make, kwargs, way):
+    """A file that holds weights only, a pickle and a copy."""
+    problem = Problem()
+    optimizer = make(problem.params, **copy.deepcopy(kwargs))
+    for _ in range(2):
+        problem.step(optimizer)
+    if way == "file":
+        twin = copy.deepcopy(problem)
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        other = make(twin.params, **copy.deepcopy(kwargs))
+        other.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    else:
+        both = problem, optimizer
+        twin, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
+    for _ in range(4):
+        problem.step(optimizer)
+        twin.step(other)
+    assert torch.equal(values(problem), values(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_loading_casts_the_momentum_to_the_dtype_of_its_parameter(make, dtype):
+    problem, twin = Problem(), Problem().to(dtype)
+    optimizer, other = make(problem.params), make(twin.params)
+    for _ in range(3):
+        problem.step(optimizer)
+    other.load_state_dict(optimizer.state_dict())
+    for param, state in other.state.items():
+        assert state.pop("exp_avg").dtype == dtype
+        assert {value.dtype for value in state.values()} <= {torch.float32, torch.promote_types(dtype, torch.float32)}
+        assert state["measurements"].dtype == state["dropped"].dtype == torch.promote_types(dtype, torch.float32)
+        assert param.dtype == dtype
+
+
+def test_parameters_of_several_dtypes_in_one_group(make):
+    problem = Problem()
+    problem.bias.data = problem.bias.data.bfloat16()
+    optimizer = make(problem.params)
+    before = problem.loss().item()
+    for _ in range(10):
+        problem.step(optimizer)
+    assert problem.loss().item() < before
+    assert [optimizer.state[param]["exp_avg"].dtype for param in problem.params] == [torch.float32, torch.bfloat16]
+
+
+def test_a_group_that_is_added_trains_with_its_own_options(make):
+    problem = Problem()
+    optimizer = make([problem.weight], curvature_every=10, curvature_warmup=0)
+    problem.step(optimizer)
+    assert not optimizer.curvature_due
+    before = problem.bias.detach().clone()
+    optimizer.add_param_group({"params": [problem.bias], "lr": 0.5})
+    assert optimizer.curvature_due
+    problem.step(optimizer)
+    assert not torch.equal(problem.bias, before)
+    assert set(optimizer.param_groups[0]) == set(optimizer.param_groups[1])
+    assert [group["lr"] for group in optimizer.param_groups] == [optimizer.defaults["lr"], 0.5]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("lr", [0.01, 0.1])
+def test_a_tensor_lr_is_the_float(make, lr, shape):
+    problem, twin = Problem(), Problem()
+    optimizer, other = make(problem.params, lr=lr), make(twin.params, lr=torch.full(shape, lr, dtype=torch.float64))
+    for _ in range(3):
+        problem.step(optimizer)
+        twin.step(other)
+    assert torch.equal(values(problem), values(twin))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(make, set_to_none):
+    problem = Problem()
+    optimizer = make(problem.params)
+    problem.loss().backward(create_graph=optimizer.curvature_due)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    assert all(param.grad is None if set_to_none else not param.grad.any() for param in problem.params)
+
+
+def test_a_profile_names_its_steps(make):
+    problem = Problem()
+    optimizer = make(problem.params)
+    with torch.profiler.profile() as profile:
+        problem.step(optimizer)
+    assert f"Optimizer.step#{type(optimizer).__name__}.step" in {event.key for event in profile.key_averages()}
 
 
 real_dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])

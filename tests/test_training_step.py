@@ -1,6 +1,7 @@
 """The whole step in one call does what a loop does: uncaptured on a CPU, and by graphs that only pretend to be some."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, training_step
+from adahessian import AdaHessian, AdaHessianKron, Curvature, CurvatureError, TrainingStep, training_step
 from adahessian.cuda_graphs import CannotCapture
 from adahessian.hessian import compiled
 from adahessian.hessian.double_backward import Derivatives
 from adahessian.hessian.isolation import buffers_restored, random_state_kept
-from cases import BATCH_NORM, MLP, Case
+from cases import BATCH_NORM, MLP, Case, flat_parameters
 
 # Batch norm counts its batches, and dropout draws.
 BOTH = Case(
@@ -471,6 +472,79 @@ def test_running_out_of_memory_is_no_reason_to_do_without_the_compiler(monkeypat
     with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
         TrainingStep(model, MLP.loss, optimizer, compile=True)(MLP.batch())
     assert not optimizer.state
+
+
+class Scarce:
+    """A loss that runs out of memory once when told."""
+
+    is_short, held = False, None
+
+    def __call__(self, model, batch):
+        loss = MLP.loss(model, batch)
+        if self.is_short:
+            self.is_short, self.held = False, weakref.ref(loss)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+
+def scarce(make, **options):
+    """A curvature that is due at every second step, with its loss."""
+    model, loss_fn = MLP.model(), Scarce()
+    optimizer = make(model.parameters(), lr=0.01, curvature_every=2, curvature_warmup=0)
+    return Curvature(model, loss_fn, optimizer, **options), loss_fn
+
+
+def curvature_of(optimizer):
+    others = ("step", "exp_avg", "grad_square")
+    return [{key: value.clone() for key, value in s.items() if key not in others} for s in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("make", [AdaHessian, AdaHessianKron])
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+@pytest.mark.parametrize("way", ["loop", "step", "graphs"])
+def test_a_pass_that_runs_out_of_memory_keeps_the_last_curvature(request, said, way, fraction, make):
+    curvature, loss_fn = scarce(make, batch_fraction=fraction)
+    model, optimizer = curvature.model, curvature.optimizer
+    if way == "graphs":
+        request.getfixturevalue("graphs")
+    step = in_a_loop(curvature) if way == "loop" else TrainingStep(curvature)
+    for number in range(8):
+        loss_fn.is_short = number in (2, 6)
+        before, theta = copy.deepcopy(curvature_of(optimizer)), flat_parameters(model)
+        assert optimizer.curvature_due == (number % 2 == 0)
+        assert step(MLP.batch(seed=number)).isfinite()
+        if number in (1, 2, 3, 5, 6, 7):
+            assert_same(curvature_of(optimizer), before)
+        assert loss_fn.held is None or loss_fn.held() is None
+        assert (flat_parameters(model) != theta).all()
+    assert {int(state["measurements"]) for state in optimizer.state.values()} == {2}
+    assert sum(f"batch_fraction={fraction / 2:g} " in message for message in said.messages) == 1
+
+
+def test_a_micro_batch_that_runs_out_of_memory_drops_the_measurement():
+    curvature, loss_fn = scarce(AdaHessianKron)
+    optimizer, step = curvature.optimizer, in_a_loop(curvature)
+    for _ in range(2):
+        step(MLP.batch())
+    before = curvature_of(optimizer)
+    assert curvature.measure(MLP.batch())
+    loss_fn.is_short = True
+    assert curvature.measure(MLP.batch())
+    step(MLP.batch())
+    assert_same(curvature_of(optimizer), before)
+
+
+@pytest.mark.parametrize("why", ["nothing measured", "ranks"])
+def test_a_pass_that_runs_out_of_memory_raises_without_a_curvature_or_with_ranks(why):
+    curvature, loss_fn = scarce(AdaHessian)
+    step = TrainingStep(curvature)
+    if why == "ranks":
+        step(MLP.batch())
+        step(MLP.batch())
+        curvature.ranks = object()
+    loss_fn.is_short = True
+    with pytest.raises(torch.OutOfMemoryError, match=r"batch_fraction=0\.5 .*CUDA out of memory"):
+        step(MLP.batch())
 
 
 def test_a_parameter_that_was_frozen_stands_still():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -17,9 +18,11 @@ from torch.amp import GradScaler
 
 from adahessian.algorithm.options import is_integer, is_number
 from adahessian.base.batches import slice_batch
+from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
+from adahessian.hessian.gauss_newton import GaussNewton
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
 from adahessian.parallel.fsdp import gathered
@@ -40,6 +43,7 @@ class Curvature(Generic[Model]):
     Args:
         model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
+            Pass an :class:`adahessian.GaussNewton` to measure Gauss-Newton products.
         optimizer: The optimizer that uses the curvature and knows when it is due.
         batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None is 1 for AdaHessian and 0.25
             for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without a
@@ -106,8 +110,14 @@ class Curvature(Generic[Model]):
         self.optimizer = optimizer
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
         self.scaler = scaler
-        self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
-        self.engine = Engine(self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype)
+        self._loss_scale: LossScale | None = None
+        if scaler is not None and scaler.is_enabled():
+            if isinstance(loss_fn, GaussNewton):
+                self._loss_scale = LossScale(loss_fn.loss, scaler)
+                loss_fn = replace(loss_fn, loss=self._loss_scale)
+            else:
+                self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
+        self.engine = Engine(self.model, loss_fn, compile=compile, product_dtype=product_dtype)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
@@ -115,6 +125,9 @@ class Curvature(Generic[Model]):
 
         Call it before ``optimizer.step()``, which uses the mean over the micro-batches since the last step. All ranks
         must call it. Save checkpoints after the step, because they do not contain an unused measurement.
+
+        If memory runs out, the measurement is dropped. A warning names a smaller ``batch_fraction`` to try, and the
+        steps of this interval use the last curvature.
 
         Args:
             batch: The batch for ``loss_fn``: tensors in tuples, lists, dicts and dataclasses.
@@ -124,19 +137,24 @@ class Curvature(Generic[Model]):
         Raises:
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
+            torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
             ValueError: If the batch cannot be sliced, the weight is invalid, or parameters were frozen, unfrozen or
                 added since the last call for the same step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
-        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
-        is_next = pending.is_next(optimizer)
-        if not (is_next or optimizer.curvature_due):
+        if not (self._pending.is_next(self.optimizer) or self.optimizer.curvature_due):
             return False
+        with self._dropping_without_memory():
+            self._measure(batch, weight)
+        return True
+
+    def _measure(self, batch: Any, weight: float) -> None:
+        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
         if self.batch_fraction < 1:
             batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
         request = optimizer._begin_measurement()
-        if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
+        if pending.is_next(optimizer) and list(map(id, request.params)) != list(map(id, pending.request.params)):
             raise ValueError("params changed between the micro-batches of a step. Change them after optimizer.step().")
         is_distributed = dist.is_available() and dist.is_initialized()
         with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
@@ -146,7 +164,19 @@ class Curvature(Generic[Model]):
         if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
             warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
         pending.add(optimizer, request, derivatives, weight)
-        return True
+
+    @contextmanager
+    def _dropping_without_memory(self) -> Iterator[None]:
+        """Drop the measurement if memory runs out, so that the next step uses the last curvature, if there is one."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
+            if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
+                raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
+            warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
+            self._pending._reset()
+            self.optimizer._measurement = {}  # so that none is due until the next interval
 
     def _register_hook(self) -> None:
         self._pending = _Pending(self.ranks)

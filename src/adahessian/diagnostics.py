@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adahessian.algorithm.kronecker import Rotation, condition, rotated_update
+from adahessian.algorithm.kronecker import Matrix, Rotation, condition, rotated_update
 from adahessian.algorithm.shapes import Diagonal
 from adahessian.algorithm.state import Group, State, shape_of
 from adahessian.base.dtypes import accumulation_dtype, as_real
@@ -28,15 +28,18 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
       ``dropped_measurements`` (per parameter, because of inf or NaN), with a warning if their number has grown.
     - ``grad_norm``, ``param_norm`` and ``update_norm``, the norm of the newest step
       :math:`\eta \, \hat m / (\bar D^k + \epsilon)` without weight decay. ``update_ratio`` is ``update_norm`` divided
-      by ``param_norm``. ``update_ratio_max`` is the largest ratio of a single parameter.
-    - ``hessian_rms``, the root mean square of :math:`\bar D` where it has been measured.
+      by ``param_norm``. ``update_ratio_max`` is the largest ratio of a single parameter. ``update_rms`` is the root
+      mean square of the newest step divided by ``lr``.
+    - ``hessian_rms``, the root mean square of :math:`\bar D` where it has been measured. For AdaHessianKron, it is the
+      root mean square of :math:`H z`.
     - ``at_eps``, the fraction of elements whose :math:`\bar D^k` is below :math:`\epsilon`, which then sets the step.
     - ``condition``, the largest condition number of a damped factor, and ``damped``, the fraction of directions with
-      less curvature than the damping (both for AdaHessianKron).
+      less curvature than the damping (both for AdaHessianKron, whose ``staleness`` is also reported per parameter).
     - ``unmeasured``, the fraction of elements that take no step because no measurement has reached them yet.
 
     Numbers without a value so far are left out, and so are groups with ``sparse=True``. The call synchronizes once per
-    device. If parameters are sharded, all ranks must call it, and all get the numbers of the whole parameters.
+    device, and for AdaHessianKron once per matrix. If parameters are sharded, all ranks must call it, and all get the
+    numbers of the whole parameters.
 
     Args:
         optimizer: The optimizer.
@@ -66,7 +69,8 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
     _read_tensors(readings)
     for (_, _, group), read in zip(members, readings, strict=True):
         if read["step"]:
-            read["update_norm"] = read["lr"] * read["direction"] / (1 - group["betas"][0] ** read["step"])
+            read["direction"] /= 1 - group["betas"][0] ** read["step"]
+            read["update_norm"] = read["lr"] * read["direction"]
             if group["weight_decay"]:
                 read["decay_norm"] = read["lr"] * group["weight_decay"] * read["param_norm"]
     rows = [(name, _summarize([read])) for (name, _, _), read in zip(members, readings, strict=True)]
@@ -109,17 +113,21 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
 @torch.no_grad()
 def _measure(param: Tensor, group: Group, state: State) -> Reading:
     """Compute the numbers of a parameter, with means over its blocks."""
-    found = {"size": param.numel(), "lr": group["lr"], "step": 0.0, "dropped": 0.0, "unmeasured": 1.0, "squares": 0.0}
+    found = {"size": param.numel(), "lr": group["lr"], "step": 0.0, "dropped": 0.0, "unmeasured": 1.0}
     found["param_norm"] = _norm(param)
     if param.grad is not None:
         found["grad_norm"] = _norm(param.grad)
     shape = shape_of(param, group)
     if isinstance(shape, Rotation) and state.get("step"):
-        stored, beta1 = [state[key] for key in shape.stored], group["betas"][0]
-        update = rotated_update(state["exp_avg"], state["grad_square"], shape, stored, state["step"].item(), beta1)
+        stored, beta1 = [gather(state[key]) for key in shape.stored], group["betas"][0]
+        update = rotated_update(gather(state["exp_avg"]), shape, stored, state["step"].item(), beta1)
         found |= {key: state[key] for key in ("step", "dropped")}
         found["unmeasured"] = state["measurements"].eq(0).to(torch.float32)
         found["direction"] = _norm(update) * (1 - beta1 ** state["step"].item())
+        squares = stored[0]
+        if isinstance(shape.form, Matrix):
+            squares = shape.form.rows.split(squares).diagonal(dim1=-2, dim2=-1) * shape.form.columns.length
+        found |= {"squares": squares.sum() / param.numel(), "staleness": group["staleness"]}
         found |= condition(shape, stored, group["damping"])
         return found
     if isinstance(shape, Diagonal) and shape.stored.keys() <= state.keys():
@@ -144,14 +152,19 @@ def _summarize(readings: Sequence[Reading]) -> Values:
     for what in ("grad_norm", "param_norm", "update_norm", "decay_norm"):
         if norms := [read[what] for read in readings if what in read]:
             values[what] = math.hypot(*norms)
-    if conditions := [read["condition"] for read in readings if "condition" in read]:
-        values["condition"] = max(conditions)
+    for what in ("condition", "staleness"):
+        if known := [read[what] for read in readings if what in read]:
+            values[what] = max(known)
     for share in ("at_eps", "damped", "unmeasured"):
         if known := [read for read in readings if share in read]:
             values[share] = sum(read["size"] * read[share] for read in known) / sum(read["size"] for read in known)
-    if measured := sum(read["size"] * (1 - read["unmeasured"]) for read in readings):
-        values["hessian_rms"] = math.sqrt(sum(read["size"] * read["squares"] for read in readings) / measured)
+    known = [read for read in readings if "squares" in read]
+    if measured := sum(read["size"] * (1 - read["unmeasured"]) for read in known):
+        values["hessian_rms"] = math.sqrt(sum(read["size"] * read["squares"] for read in known) / measured)
     update, decay = values.get("update_norm"), values.pop("decay_norm", None)
+    if moved := [read for read in readings if "update_norm" in read]:
+        norm = math.hypot(*(read["direction"] for read in moved))
+        values["update_rms"] = norm / math.sqrt(sum(read["size"] for read in moved))
     if update is not None and values["param_norm"]:
         values["update_ratio"] = update / values["param_norm"]
     if update and decay is not None:

@@ -23,7 +23,8 @@ def param_groups(
 
     The curvature of convolutions is averaged over their kernels. Other parameters with four or five dimensions are
     averaged over rows, although ``averaging="auto"`` would treat them as kernels. All others follow the optimizer.
-    For AdaHessianKron, ``kind`` marks embedding tables and stacks of matrices.
+    For AdaHessianKron, ``kind`` marks embedding tables, stacks of matrices and transposed convolutions, and
+    ``conv_groups`` is the number of groups of a convolution.
 
     Args:
         model: The model.
@@ -61,11 +62,16 @@ def param_groups(
         if isinstance(model.get_submodule(prefix), ParametrizationList):  # it holds parameters of its parent module
             prefix = prefix.rpartition(".parametrizations.")[0]
         module = model.get_submodule(prefix)
-        is_kernel = isinstance(module, _ConvNd)
-        averaging = "kernel" if is_kernel else "row" if param.dim() in (4, 5) else None
-        kind = "table" if param in weights else "stack" if param.dim() > 2 and not is_kernel else None
+        options: dict[str, Any] = {}
+        if isinstance(module, _ConvNd):
+            options["averaging"] = "kernel"
+            options["kind"] = "transposed" if module.transposed else None
+            options["conv_groups"] = module.groups if module.groups > 1 else None
+        else:
+            options["averaging"] = "row" if param.dim() in (4, 5) else None
+            options["kind"] = "table" if param in weights else "stack" if param.dim() > 2 else None
         exempt = not decay_bias_and_norm and (param.dim() < 2 or isinstance(module, _NORMS))
-        options = {"averaging": averaging, "kind": kind, "weight_decay": 0.0 if exempt else weight_decay}
+        options["weight_decay"] = 0.0 if exempt else weight_decay
         if param in tables:
             options = {"sparse": True, "lr": sparse_lr, "weight_decay": 0.0}
         given = tuple((option, value) for option, value in options.items() if value is not None)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
-from adahessian.base.shards import is_sharded
+from adahessian.algorithm.kronecker import Rotation
+from adahessian.algorithm.state import Group, measure_anew, shape_of
+from adahessian.base.log import warn_once
+from adahessian.base.shards import is_sharded, rows_cut_by
 from adahessian.optimizer import AdaHessian
 
 # Options of AdaHessian that Kronecker factors do not have.
@@ -18,7 +21,6 @@ _WITHOUT_MEANING = {
     "averaging": "auto",
     "signed": False,
     "steady_start": False,
-    "capturable": False,
     "fused": None,
 }
 
@@ -36,10 +38,12 @@ class AdaHessianKron(AdaHessian):
     The scale :math:`c_t` matches the gain of AdamW's step, so AdamW's learning rate, decay and schedule apply as they
     are. Measure with :class:`adahessian.Curvature`, which takes a quarter of each batch unless told otherwise. Kernels
     count as matrices of (out, in x kernel). :func:`adahessian.param_groups` finds embedding tables, whose rows get a
-    diagonal, and stacks of matrices. Vectors keep mean squares of their elements.
+    diagonal, stacks of matrices, and grouped or transposed convolutions. Each matrix of a stack has its own scale.
+    Vectors keep mean squares of their elements. With FSDP2, blocks of rows are also cut where shards begin.
 
     Args:
-        params: Parameters, named parameters or groups. Complex and sharded parameters are not supported.
+        params: Parameters, named parameters or groups. Complex parameters are not supported, nor are grouped or
+            transposed convolutions that are sharded over ranks.
         lr: Learning rate :math:`\eta`, AdamW's.
         betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the factors, the latter per
             measurement.
@@ -52,6 +56,8 @@ class AdaHessianKron(AdaHessian):
         num_probes: Number of Hessian-vector products per measurement. Their outer products are averaged.
         seed: Seed of the probes. No random generator is read or advanced.
         maximize: Maximize the objective instead of minimizing it.
+        capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. Replays
+            do not count towards ``curvature_every``.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -81,6 +87,7 @@ class AdaHessianKron(AdaHessian):
         num_probes: int = 1,
         seed: int = 0,
         maximize: bool = False,
+        capturable: bool = False,
     ) -> None:
         options: dict[str, Any] = {
             "lr": lr,
@@ -93,6 +100,7 @@ class AdaHessianKron(AdaHessian):
             "num_probes": num_probes,
             "seed": seed,
             "maximize": maximize,
+            "capturable": capturable,
         }
         self._start(params, {**_WITHOUT_MEANING, **options})
 
@@ -100,16 +108,49 @@ class AdaHessianKron(AdaHessian):
         """Add a parameter group. It is measured, with all others, at the next step.
 
         Raises:
-            ValueError: If an option of the group is out of its range, or a parameter is complex or sharded.
+            ValueError: If an option of the group is out of its range or belongs to AdaHessian only, or a parameter is
+                complex, or sharded across the rows of several matrices.
         """
+        for name, unused in _WITHOUT_MEANING.items() if isinstance(param_group, dict) else ():
+            # adahessian.param_groups sets averaging to "kernel" or "row", for AdaHessian.
+            if param_group.get(name, unused) not in (unused, "kernel", "row"):
+                raise ValueError(
+                    f"{name}={param_group[name]!r} is not an option of AdaHessianKron. Leave it out of the group."
+                )
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            if param.is_complex() or is_sharded(param):
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            shape = shape_of(param, group) if is_sharded(param) else None
+            is_cut = isinstance(shape, Rotation) and not shape.can_be_sharded
+            if param.is_complex() or is_cut:
                 self.param_groups.pop()
-                what = "complex" if param.is_complex() else "sharded over ranks"
+                what = "a grouped or transposed convolution, sharded over ranks" if is_cut else "complex"
                 raise ValueError(
                     f"params contains a parameter that is {what}, which has no Kronecker factors. Use AdaHessian."
                 )
+        group["shards"] = _shards(group)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict, also of another number of ranks, which may cut the blocks of sharded rows elsewhere.
+
+        The next step measures parameters anew whose blocks have changed, and the log says so.
+
+        Raises:
+            ValueError: If ``state_dict`` is from another optimizer or does not fit. Nothing is loaded in that case.
+        """
+        super().load_state_dict(state_dict)
+        changed = 0
+        for group in self.param_groups:
+            before, group["shards"] = group.get("shards", 1), _shards(group)
+            known = [param for param in group["params"] if param in self.state and before != group["shards"]]
+            if found := sum([measure_anew(self.state[param], param, group, before) for param in known]):
+                changed += found
+                group["staleness"] = max(group["staleness"], group["curvature_every"])
+        if changed:
+            warn_once(
+                f"The state of {changed} parameters was saved with shards that cut other blocks of their rows. The "
+                "next step measures these parameters anew."
+            )
 
     def set_curvature(
         self, diagonal: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None = None
@@ -120,3 +161,9 @@ class AdaHessianKron(AdaHessian):
             TypeError: Always.
         """
         raise TypeError("diagonal is of no use to AdaHessianKron. Measure with adahessian.Curvature.")
+
+
+def _shards(group: Group) -> int:
+    """Return the number of shards of the parameters of a group."""
+    cuts = map(rows_cut_by, group["params"])
+    return max((mesh.size(dim) for mesh, dim in filter(None, cuts)), default=1)

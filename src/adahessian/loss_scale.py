@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 
 from adahessian.base.log import warn_once
@@ -28,16 +28,16 @@ _GROWTH_INTERVAL = 100  # measurements without an overflow before the scale is d
 class LossScale:
     """A loss multiplied by a scale, which starts at the scale of an enabled ``GradScaler``."""
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], scaler: GradScaler) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], scaler: GradScaler) -> None:
         self._loss_fn, self._scaler = loss_fn, scaler
         self._scale: float | None = None
         self._factor = torch.ones(())  # the scale as a tensor, because compiled code treats numbers as constants
         self._clean_measurements = 0
         self._is_hopeless = False
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+    def __call__(self, *args: Any) -> Tensor:
         """Compute the scaled loss."""
-        loss = self._loss_fn(model, batch)
+        loss = self._loss_fn(*args)
         return loss * self._factor.to(loss.device) if isinstance(loss, Tensor) else loss
 
     def unscaled(

@@ -304,7 +304,7 @@ class AdaHessian(Optimizer):
             request = self._begin_measurement()
             of_params = [param.grad for param in request.params]
             with hooks_silenced(request.params):
-                probes, products = products_of(of_params, request.params, request.draw, request.num_probes)
+                probes, products = products_of(of_params, request)
             if (scaler := calling_scaler()) is not None:
                 # Not in place, because autograd may return the same tensor for two parameters.
                 scale = scale_of(scaler, with_graph[0].device)

@@ -138,13 +138,14 @@ class TrainingStep:
 
     def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:
         """Compute the gradient and, if it is due, the curvature."""
-        if curvature is not None and curvature.batch_fraction == 1:
-            request = curvature.optimizer._begin_measurement()
-            found = self._engine.derivatives(batch, request, keep_buffers=True)
-            curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
-            return found.loss, _as_backward_leaves(found.gradients, params)
-        if curvature is not None:
+        if curvature is not None and curvature.batch_fraction < 1:
             curvature.measure(batch)
+        elif curvature is not None:
+            with curvature._dropping_without_memory():
+                request = curvature.optimizer._begin_measurement()
+                found = self._engine.derivatives(batch, request, keep_buffers=True)
+                curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+                return found.loss, _as_backward_leaves(found.gradients, params)
         return _differentiate(self._loss(key, batch, params), batch, params)
 
     def _replay(
@@ -230,7 +231,9 @@ class _Graphs:
             for static, tensor in zip(tensors_in(self._batch), tensors_in(batch), strict=True):
                 static.copy_(tensor, non_blocking=True)
         if curvature is not None and curvature.batch_fraction == 1:
-            return self._measure(curvature, keep_buffers=True)[:2]
+            with curvature._dropping_without_memory():
+                return self._measure(curvature, keep_buffers=True)[:2]
+            curvature = None
         step = self._step
         if self._gradient is None:  # first, because the curvature pass on a slice can reuse its memory
             with autocast_cache_disabled():
@@ -238,7 +241,8 @@ class _Graphs:
             differentiate = partial(_differentiate, loss_of, self._batch, self._params)
             self._gradient = CapturedFunction(differentiate, step._model, step._memory)
         if curvature is not None:
-            self._measure(curvature, keep_buffers=False)
+            with curvature._dropping_without_memory():
+                self._measure(curvature, keep_buffers=False)
         return self._gradient.replay()
 
     def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives:

@@ -1,15 +1,29 @@
 """Kronecker factors: what they converge to, their inverse roots, and what must leave them alone."""
 
 import copy
+import io
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from adahessian import AdaHessianKron
-from adahessian.algorithm.kronecker import Elementwise, Matrix, inverse_roots, refresh_roots, rotated_update
+from adahessian import AdaHessianKron, Curvature, param_groups
+from adahessian.algorithm import kronecker
+from adahessian.algorithm.kronecker import (
+    families_of,
+    fold_rotations,
+    inverse_roots,
+    reduce_rotations,
+    refresh_roots,
+    rotated_update,
+    rotation_for,
+)
+from adahessian.algorithm.state import shape_of
 from cases import ATTENTION, CONVOLUTION, MLP, flat_parameters, train
+from kron_reference import adahessian_kron
 
 MANY, FINITE = torch.tensor([math.inf]), torch.tensor([False])  # measurements, which make the damping the least one
 
@@ -27,16 +41,31 @@ def with_spectrum(values, seed=0):
     return (q * values) @ q.T
 
 
+def rotation(*shape, block_size=256, kind="kernel", groups=1):
+    return rotation_for(shape, block_size, kind, groups)
+
+
 def state_of(shape, dtype=torch.float64):
-    zeros = [torch.zeros(size, dtype=dtype) for size in shape.stored.values()]
-    return zeros[:2] + [root + torch.eye(root.shape[-1], dtype=dtype) for root in zeros[2:]]
+    return [torch.zeros(size, dtype=dtype) for size in shape.stored.values()]
+
+
+def fold(shape, stored, products, gradient, weight):
+    families = families_of([shape])
+    estimates = reduce_rotations(families, [[y] for y in products], None if gradient is None else [gradient])
+    fold_rotations(families, [stored], estimates, torch.tensor([weight], dtype=stored[0].dtype), FINITE)
 
 
 def folded(shape, products, least=1e-16):
     stored = state_of(shape)
-    shape.fold(stored, shape.reduce(None, products, None), torch.ones((), dtype=torch.float64))
-    refresh_roots([shape], [stored], MANY.double(), least, FINITE)
+    fold(shape, stored, products, None, 1.0)
+    refresh_roots(families_of([shape]), [stored], MANY.double(), least, FINITE)
     return stored
+
+
+def rotate(shape, momentum, stored):
+    (family,) = families_of([shape])
+    curvature = [family.read([stored], key) for key in range(2, len(stored) - 1)]
+    return family.unstack(family.form.rotate(family.stack([momentum]), curvature))[0]
 
 
 def root_by_eigh(matrix, added):
@@ -58,44 +87,35 @@ def hadamard(size):
 def test_a_kronecker_hessian_gives_newtons_direction(m, n, condition):
     a = with_spectrum(torch.logspace(0, math.log10(condition), m, dtype=torch.float64), 1)
     b = with_spectrum(3e-2 * torch.logspace(0, math.log10(condition), n, dtype=torch.float64), 2)
-    shape, momentum = Matrix((m, n), 256), normal(m, n, seed=3)
+    shape, momentum = rotation(m, n), normal(m, n, seed=3)
     stored = folded(shape, [a @ z.view(m, n) @ b for z in hadamard(m * n)])
-    for found, matrix in zip(stored[2:], (a, b), strict=True):
-        torch.testing.assert_close(unit(found[0]), unit(torch.linalg.inv(matrix)), rtol=0, atol=1e-10)
+    for found, matrix in zip(stored[2:4], (a, b), strict=True):
+        torch.testing.assert_close(unit(found), unit(torch.linalg.inv(matrix)), rtol=0, atol=1e-10)
     newton = unit(torch.linalg.solve(a, momentum) @ torch.linalg.inv(b))
-    torch.testing.assert_close(unit(shape.rotate(momentum, stored)), newton, rtol=0, atol=1e-10)
+    torch.testing.assert_close(unit(rotate(shape, momentum, stored)), newton, rtol=0, atol=1e-10)
 
 
 def test_blocks_of_one_are_factored_mean_squares():
     y, momentum = normal(5, 7), normal(5, 7, seed=1)
-    shape = Matrix((5, 7), 1)
-    direction = shape.rotate(momentum, folded(shape, [y]))
+    shape = rotation(5, 7, block_size=1)
+    direction = rotate(shape, momentum, folded(shape, [y]))
     expected = momentum / (y.square().mean(1, keepdim=True) * y.square().mean(0)).sqrt()
     torch.testing.assert_close(direction, expected, rtol=1e-10, atol=0)
 
 
-def test_a_stack_is_many_matrices():
-    y, momentum = normal(3, 4, 5), normal(3, 4, 5, seed=1)
-    stack, alone = Matrix((3, 4, 5), 3, is_stack=True), Matrix((4, 5), 3)
-    found = stack.rotate(momentum, folded(stack, [y]))
-    for i in range(3):
-        expected = alone.rotate(momentum[i], folded(alone, [y[i]]))
-        torch.testing.assert_close(unit(found[i]), unit(expected), rtol=0, atol=1e-6)
-
-
 def test_the_direction_rotates_with_the_coordinates():
     products, momentum = [normal(5, 7, seed=seed) for seed in range(9)], normal(5, 7, seed=10)
-    u, v, shape = orthogonal(5, 11), orthogonal(7, 12), Matrix((5, 7), 256)
-    there = shape.rotate(u @ momentum @ v.T, folded(shape, [u @ y @ v.T for y in products], least=1e-4))
-    expected = u @ shape.rotate(momentum, folded(shape, products, least=1e-4)) @ v.T
+    u, v, shape = orthogonal(5, 11), orthogonal(7, 12), rotation(5, 7)
+    there = rotate(shape, u @ momentum @ v.T, folded(shape, [u @ y @ v.T for y in products], least=1e-4))
+    expected = u @ rotate(shape, momentum, folded(shape, products, least=1e-4)) @ v.T
     torch.testing.assert_close(there, expected, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize(("shape", "block_size"), [((5, 7), 3), ((7, 4), 2), ((10, 3), 4), ((2, 9, 3), 5), ((3, 1), 2)])
 def test_padding_is_as_blocks_of_unequal_size(shape, block_size):
     products, momentum, damping = [normal(*shape, seed=seed) for seed in range(3)], normal(*shape, seed=5), 1e-2
-    matrix = Matrix(shape, block_size)
-    found = matrix.rotate(momentum, folded(matrix, products, least=damping))
+    matrix = rotation(*shape, block_size=block_size)
+    found = rotate(matrix, momentum, folded(matrix, products, least=damping))
     flat = [y.flatten(1) for y in products]
     roots = []
     for of in (flat, [y.T for y in flat]):
@@ -141,20 +161,19 @@ def test_a_power_of_two_times_the_loss_changes_no_bit(case, power):
 
 @pytest.mark.parametrize("block_size", [2, 256])
 def test_rows_without_a_loss_keep_their_mean_and_the_factor_stays_semidefinite(block_size):
-    shape = Matrix((6, 4), block_size)
+    shape = rotation(6, 4, block_size=block_size)
     stored = state_of(shape)
     for number in range(1, 200):
         y = normal(1, 4, seed=number) * torch.linspace(0.1, 3, 6)[:, None] / number  # rows that go together
         away, before = normal(6, seed=1000 + number) > 0, stored[0].clone()
         y[away] = 0.0
-        estimate = shape.reduce(None, [y], y.clone())
-        shape.fold(stored, estimate, torch.tensor(max(0.3, 1 / number), dtype=torch.float64))
-        was, now = (each.diagonal(dim1=-2, dim2=-1).flatten() for each in (before, stored[0]))
+        fold(shape, stored, [y], y.clone(), max(0.3, 1 / number))
+        was, now = (shape.form.rows.split(each).diagonal(dim1=-2, dim2=-1).flatten() for each in (before, stored[0]))
         torch.testing.assert_close(now[away], was[away], rtol=0, atol=0)
-        for factor in stored[:2]:
+        for factor in (shape.form.rows.split(stored[0]), shape.form.columns.split(stored[1])):
             assert torch.equal(factor, factor.mT)
             assert torch.linalg.eigvalsh(factor).min() >= -1e-13 * factor.max()
-    refresh_roots([shape], [stored], MANY.double(), 1e-2, FINITE)
+    refresh_roots(families_of([shape]), [stored], MANY.double(), 1e-2, FINITE)
     assert all(root.isfinite().all() for root in stored)
 
 
@@ -186,15 +205,224 @@ def test_products_that_are_not_finite_change_nothing_but_their_count(bad, measur
         assert torch.equal(param, twin)
 
 
-@pytest.mark.parametrize("shape", [Elementwise((6,)), Matrix((3, 2), 8)], ids=["vector", "matrix"])
+@pytest.mark.parametrize("shape", [rotation(6), rotation(3, 2)], ids=["vector", "matrix"])
 @pytest.mark.parametrize("curvature", [0.0, 1e-12, 1.0, 1e8])
 @pytest.mark.parametrize("size", [1e-10, 1e-4, 1.0, 1e4])
 def test_the_first_step_is_as_long_as_adamws_whatever_the_units(shape, curvature, size):
     stored = state_of(shape, torch.float32)
     momentum = size * normal(*shape.shape, dtype=torch.float32)
     product = curvature * torch.ones(shape.shape)
-    shape.fold(stored, shape.reduce(None, [product], momentum), torch.tensor(1.0))
-    refresh_roots([shape], [stored], torch.ones(1), 1e-2, FINITE)
-    update = rotated_update(0.1 * momentum, 0.01 * momentum.square().sum(), shape, stored, 1, 0.9)
+    fold(shape, stored, [product], momentum, 1.0)
+    refresh_roots(families_of([shape]), [stored], torch.ones(1), 1e-2, FINITE)
+    stored[-1] += 0.01 * momentum.square().sum()
+    update = rotated_update(0.1 * momentum, shape, stored, 1, 0.9)
     rms = update.square().mean().sqrt()
     assert 0.5 < rms <= 1.0001, rms
+
+
+# Parameters together -------------------------------------------------------------------------------------------------
+
+SHAPES = [(6, 4), (5,), (4, 6), (6, 4), (4, 2, 3), (3, 4, 6), (5,), (), (7, 1), (6, 4), (0, 3)]
+
+
+def made(shapes, device="cpu", dtype=torch.float64):
+    return {i: nn.Parameter(normal(*shape, seed=i, dtype=dtype).to(device)) for i, shape in enumerate(shapes)}
+
+
+def drive(optimizer, params, is_present=lambda step, i: True, steps=9):
+    """Every parameter has gradients and products of its own, the latter at every second step."""
+    for step in range(steps):
+        here = {i: param for i, param in params.items() if is_present(step, i)}
+        for i, param in params.items():
+            param.grad = normal(*param.shape, seed=1000 * step + i).to(param) if i in here else None
+        if step % 2 == 0 and here:
+            of_probes = [
+                [normal(*param.shape, seed=1000 * step + 100 * probe + i).to(param) * 2**i for i, param in here.items()]
+                for probe in (1, 2)
+            ]
+            optimizer._accept([*here.values()], None, of_probes, [param.grad for param in here.values()])
+        if here:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [1, 2**24])
+@pytest.mark.parametrize("is_present", [lambda *_: True, lambda step, i: step >= 2 * (i % 3)], ids=["", "late"])
+@pytest.mark.parametrize(
+    "own", [{}, {"maximize": True, "lr": torch.tensor([0.01], dtype=torch.float64)}, {"capturable": True}], ids=str
+)
+def test_parameters_together_step_as_each_would_alone(own, is_present, limit, monkeypatch):
+    monkeypatch.setattr(kronecker, "_ENOUGH", limit)  # of factors, whose roots are computed at once
+    options = {"lr": 0.01, "block_size": 4, "weight_decay": 0.1, "curvature_every": 2}
+    params, others = made(SHAPES), made(SHAPES)
+    drive(AdaHessianKron(params.values(), **{**options, **own}), params, is_present)
+    for i, other in others.items():
+        drive(AdaHessianKron([other], **options, maximize="maximize" in own), {i: other}, is_present)
+    tolerance = 1e-5 if "capturable" in own else 1e-12  # counts are in float32
+    torch.testing.assert_close(params, others, rtol=tolerance, atol=tolerance)
+
+
+def test_many_parameters_of_few_forms_step_by_the_equations():
+    shapes = [(6, 4), (5,), (4, 6), (6, 4), (5,), (7, 1), (6, 4)]
+    params = made(shapes)
+    start = [param.detach().numpy().copy() for param in params.values()]
+    theta = torch.cat([param.detach().flatten() for param in params.values()])
+    hessian = with_spectrum(torch.logspace(-2, 1, len(theta), dtype=torch.float64))
+    options = {"lr": 0.02, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2, "seed": 7, "weight_decay": 0.1}
+
+    def loss(own, _):
+        flat = torch.cat([param.flatten() for param in own])
+        return (flat - theta / 2) @ hessian @ (flat - theta / 2) / 2
+
+    gradient = (hessian @ theta / 2).numpy()
+    expected, _ = adahessian_kron(
+        start,
+        lambda at: hessian.numpy() @ at - gradient,
+        lambda at: hessian.numpy(),
+        10, damping=1e-2, num_probes=1, **options,
+    )  # fmt: skip
+    model = nn.ParameterList(params.values())
+    optimizer = AdaHessianKron(model.parameters(), **options)
+    curvature = Curvature(model, loss, optimizer, batch_fraction=1)
+    for _ in range(10):
+        curvature.measure(None)
+        optimizer.zero_grad()
+        loss(model, None).backward()
+        optimizer.step()
+    np.testing.assert_allclose(flat_parameters(model).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+class Launches(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01, device="meta")], ids=["float", "tensor"])
+def test_a_deep_network_needs_as_many_launches_and_no_step_waits_for_the_device(capturable, lr):
+    """Reading a tensor on the meta device raises an error."""
+    launches = []
+    for depth in (2, 6):
+        params = made([(6, 4), (4, 6), (4,), (3, 4, 6)] * depth, "meta", torch.float32)
+        options = {"block_size": 4, "weight_decay": 0.0}  # no foreach function on this device takes a tensor
+        optimizer = AdaHessianKron(params.values(), lr=0.01, capturable=capturable, **options)
+        drive(optimizer, params, steps=2)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()  # makes a new plan
+        for products in ([], [list(params.values())]):
+            with Launches() as mode:
+                optimizer._accept(list(params.values()), None, products, [param.grad for param in params.values()])
+                optimizer.step()
+            launches.append(mode.count)
+    assert launches[:2] == launches[2:]
+    assert launches[0] < 250
+
+
+def test_each_matrix_of_a_stack_has_its_own_scale():
+    """The second matrix has no curvature, the third one neither that nor a gradient."""
+    scales, ends = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1), []
+    start, gradient = normal(3, 4, 5), normal(3, 4, 5, seed=1) * torch.tensor([1.0, 1e-3, 0.0]).view(3, 1, 1)
+    for kind in ("stack", "kernel"):
+        params = [start.clone()] if kind == "stack" else list(start.clone())
+        for param in params:
+            param.requires_grad_()
+        optimizer = AdaHessianKron([{"params": params, "kind": kind}], lr=0.01, weight_decay=0.0, block_size=3)
+        for step in range(4):
+            parts = [scales * normal(3, 4, 5, seed=step), gradient]
+            products, grads = ([part] if kind == "stack" else list(part) for part in parts)
+            optimizer._accept(params, None, [products], grads)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            optimizer.step()
+        ends.append(torch.cat([param.detach().view(-1, 4, 5) for param in params]))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-14)
+    lengths = (ends[0] - start).flatten(1).norm(dim=1)
+    assert lengths[2] == 0
+    assert lengths[:2].min() > 0.3 * lengths[:2].max()
+
+
+# Layouts -------------------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = [  # and the number of matrices, their rows and columns
+    (nn.Conv2d(4, 6, (3, 2)), (1, 6, 24)),
+    (nn.Conv2d(4, 6, 3, groups=2), (2, 3, 18)),
+    (nn.Conv1d(4, 4, 3, groups=4), (1, 4, 3)),
+    (nn.Conv1d(4, 8, 3, groups=4), (4, 2, 3)),
+    (nn.ConvTranspose1d(4, 6, 3), (1, 6, 12)),
+    (nn.ConvTranspose2d(4, 6, (3, 2), groups=2), (2, 3, 12)),
+    (nn.ConvTranspose1d(4, 4, 3, groups=4), (1, 4, 3)),
+    (nn.ConvTranspose2d(4, 2, 3, groups=2), (1, 2, 18)),
+]
+
+
+@pytest.mark.parametrize(("layer", "sizes"), CONVOLUTIONS, ids=str)
+def test_each_output_of_a_convolution_is_a_row(layer, sizes):
+    optimizer = AdaHessianKron(param_groups(layer))
+    group = next(group for group in optimizer.param_groups if layer.weight in set(group["params"]))
+    shape = shape_of(layer.weight, group)
+    assert shape.split(layer.weight).shape == sizes
+    assert torch.equal(shape.join(shape.split(layer.weight)), layer.weight)
+    outputs = layer(torch.rand(1, layer.in_channels, *(5,) * len(layer.kernel_size)))[0].flatten(1).sum(1)
+    for row, output in enumerate(outputs):
+        (grad,) = torch.autograd.grad(output, layer.weight, retain_graph=True)
+        of_rows = shape.split(grad).flatten(0, 1).ne(0)
+        assert of_rows.any(1).nonzero().tolist() == [[row]]
+        assert of_rows[row].all()
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(7, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.experts, self.down = nn.Parameter(torch.randn(3, 4, 4)), nn.Conv1d(4, 6, 3, padding=1, groups=2)
+        self.up, self.recurrent = nn.ConvTranspose1d(6, 4, 3, padding=1), nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, numbers):
+        x = self.table(numbers)
+        x = x + self.attention(x, x, x)[0] + torch.einsum("btc,kcd->btkd", x, self.experts).tanh().sum(2)
+        x = x + self.up(self.down(x.mT).tanh()).mT
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+def test_layers_have_the_factors_of_their_matrices():
+    model, shapes = Layers(), {}
+    for group in AdaHessianKron(param_groups(model)).param_groups:
+        names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
+        shapes |= {names[id(param)]: shape_of(param, group).stored for param in group["params"]}
+    assert [shapes["table.weight"][side] for side in ("left_factor", "right_factor")] == [(7, 1), (4, 4)]
+    assert [shapes["experts"][side] for side in ("left_factor", "grad_square")] == [(3, 4, 4), (3,)]
+    for name, rows in (("attention.in_proj_weight", 12), ("recurrent.weight_hh_l0", 16), ("up.weight", 4)):
+        assert shapes[name]["left_factor"] == (rows, rows)
+    assert shapes["down.weight"]["right_factor"] == (2, 6, 6)
+    assert shapes["up.bias"]["hessian_square"] == (4,)
+
+
+def test_layers_of_all_kinds_resume_exactly_and_in_any_unit():
+    x = torch.randint(7, (6, 5), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    start, ends = Layers(), []
+
+    def train_more(model, optimizer, factor, steps):
+        curvature = Curvature(model, lambda m, x: factor * nn.functional.cross_entropy(m(x), x[:, 0]), optimizer)
+        for _ in range(steps):
+            curvature.measure(x)
+            optimizer.zero_grad()
+            (factor * nn.functional.cross_entropy(model(x), x[:, 0])).backward()
+            optimizer.step()
+
+    for factor, resumes in ((1.0, False), (1.0, True), (2.0**-9, False)):
+        model = copy.deepcopy(start)
+        optimizer = AdaHessianKron(param_groups(model), lr=0.01, block_size=3, curvature_every=3, curvature_warmup=1)
+        train_more(model, optimizer, factor, 5)
+        if resumes:
+            torch.save(optimizer.state_dict(), file := io.BytesIO())
+            optimizer = AdaHessianKron(param_groups(model))
+            optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        train_more(model, optimizer, factor, 6)
+        ends.append(flat_parameters(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])

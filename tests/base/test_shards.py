@@ -10,10 +10,13 @@ from adahessian.base.shards import (
     agree,
     check_placement,
     gather,
+    gather_over,
     is_sharded,
     local,
     local_part,
     mesh_of,
+    rows_cut_by,
+    rows_here,
     shard_like,
     sum_over_shards,
 )
@@ -29,6 +32,8 @@ def test_ordinary_tensors_are_whole():
     assert flag.item() is True
     check_placement(param)
     assert mesh_of(nn.Linear(2, 2)) is None
+    assert rows_cut_by(param) is None
+    assert rows_here(param) == (0, 3)
 
 
 def on_a_rank(rank, meeting):
@@ -52,6 +57,9 @@ def on_a_rank(rank, meeting):
     made = shard_like(param, part[:, :1].clone(), (5, 1))
     assert made.placements == param.placements
     assert torch.equal(gather(made), whole[:, :1])
+    assert rows_cut_by(param) == (mesh, 1)
+    assert rows_here(param) == (3 * shard, len(part))
+    assert gather_over(mesh, 1, torch.tensor([rank])).tolist() == ([[0], [1]] if rank < 2 else [[2], [3]])
     # Replicas count once.
     assert torch.equal(sum_over_shards(param, part.sum(0)), whole.sum(0))
     flags = agree([torch.tensor(rank == 3), torch.tensor(rank == 3), torch.tensor(False)], [param, ordinary, param])

@@ -10,7 +10,7 @@ from requested import derivatives, request_for, squares
 from torch import nn
 
 from adahessian.base.errors import CurvatureError
-from adahessian.hessian.double_backward import products_of
+from adahessian.hessian.double_backward import Request, products_of
 from cases import BATCH_NORM, CASES, MLP, RECURRENT, exact_derivatives
 
 
@@ -63,7 +63,7 @@ def test_complex_parameters_are_pairs_of_real_ones():
         parts = torch.view_as_real(param) if param.is_complex() else param
         loss = (torch.tanh(weights @ parts.flatten()) ** 2).sum()
         gradients = torch.autograd.grad(loss, param, create_graph=True)
-        return products_of(gradients, [param], lambda probe, out=None: [z], 1)[1][0][0]
+        return products_of(gradients, Request([param], 1, lambda probe: [z]))[1][0][0]
 
     signs = torch.tensor([[1, -1], [-1, -1], [1, 1]]).double()
     found = product(start.clone().requires_grad_(), torch.view_as_complex(signs))
@@ -78,7 +78,7 @@ def test_products_are_at_least_in_float32():
         x = torch.randn(4, 3, dtype=dtype)
         request = request_for([model.weight])
         (gradient,) = torch.autograd.grad(squares(model, x), request.params, create_graph=True)
-        assert products_of([gradient], request.params, request.draw, 1)[1][0][0].dtype == expected
+        assert products_of([gradient], request)[1][0][0].dtype == expected
 
 
 def test_linear_unused_and_curved_parameters():
@@ -113,7 +113,7 @@ def test_a_product_that_one_probe_has_and_another_has_not():
     param = torch.tensor([3.0], requires_grad=True)
     (gradient,) = torch.autograd.grad(param.square().sum(), param, create_graph=True)
     probes = [[torch.tensor([-1.0])], [torch.tensor([1.0])]]
-    _, products = products_of([Sometimes.apply(gradient)], [param], lambda probe, out=None: probes[probe], 2)
+    _, products = products_of([Sometimes.apply(gradient)], Request([param], 2, probes.__getitem__))
     assert [each[0].tolist() for each in products] == [[0.0], [2.0]]
 
 
@@ -121,7 +121,7 @@ def test_the_graph_is_freed_with_the_last_product():
     param = torch.ones(2, requires_grad=True)
     (gradient,) = torch.autograd.grad((param**4).sum(), param, create_graph=True)
     request = request_for([param], 3)
-    products_of([gradient], [param], request.draw, 3)
+    products_of([gradient], request)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(gradient.sum(), param)
 

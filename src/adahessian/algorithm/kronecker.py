@@ -8,90 +8,216 @@ For a matrix of shape (m, n) with Hessian :math:`A \otimes B` and a product :mat
 so Newton's step :math:`H^{-1} M` is :math:`L^{-1/2} M R^{-1/2}` up to one scale, where L and R are running means of
 :math:`Y Y^\top / n` and :math:`Y^\top Y / m`. L and R are block-diagonal. One probe serves all parameters, so they
 sketch the rows of H squared, with the share of other layers, as the paper's diagonal does.
+
+A parameter has one member or, as a stack of matrices, several. Each member is scaled on its own. All members of one
+form are processed at once, so a deep network needs as many launches as a shallow one.
+
+If parameters are sharded over ranks, each rank has the left factors of its own rows, or the stack's members of its own.
+It gets whole products, so it has whole right factors and mean squares of vectors. Sums over rows are gathered.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from adahessian.algorithm.shapes import CurvatureShape, Estimate, Total, here_alone, not_finite_in
+from adahessian.algorithm.shapes import CurvatureShape, Estimate
+from adahessian.algorithm.update import decay_weights
 
 # Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
 _BETA_SIGNAL = 0.99
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
+_ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
+
+Form: TypeAlias = "Vector | Matrix"
+Stored: TypeAlias = Sequence[Sequence[Tensor]]  # of each parameter, in the order of ``Rotation.stored``
+Part: TypeAlias = "tuple[int, int] | None"  # the first row of this rank's shard and the number of its rows
+Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all ranks that have shards of the parameters
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension, cut into nearly equal blocks; the last one is padded with zeros."""
+    """A dimension, cut into nearly equal blocks; the last one is padded with zeros.
+
+    A rank that has only a part of the rows pads its first block, too. The blocks of all ranks add up to whole blocks
+    without the entries between rows of two ranks.
+    """
 
     length: int
     block_size: int
-
-    @cached_property
-    def blocks(self) -> int:
-        """The number of blocks."""
-        return max(math.ceil(self.length / self.block_size), 1)
+    part: Part = None
 
     @cached_property
     def size(self) -> int:
         """The size of a block."""
-        return math.ceil(self.length / self.blocks)
+        return math.ceil(self.length / max(math.ceil(self.length / self.block_size), 1))
+
+    @property
+    def here(self) -> int:
+        """The number of rows on this rank."""
+        return self.length if self.part is None else self.part[1]
+
+    @cached_property
+    def front(self) -> int:
+        """The number of rows of the first block that are on other ranks."""
+        return self.part[0] % self.size if self.part and self.here else 0
+
+    @cached_property
+    def blocks(self) -> int:
+        """The number of blocks on this rank."""
+        return math.ceil((self.front + self.here) / self.size)
 
     def split(self, rows: Tensor) -> Tensor:
-        """From (..., length, k) to (..., blocks, size, k)."""
-        missing = self.blocks * self.size - self.length
-        padded: Tensor = pad(rows, (0, 0, 0, missing)) if missing else rows
+        """From (..., here, k) to (..., blocks, size, k)."""
+        back = self.blocks * self.size - self.front - self.here
+        padded: Tensor = pad(rows, (0, 0, self.front, back)) if self.front or back else rows
         blocks: Tensor = padded.unflatten(-2, (self.blocks, self.size))
         return blocks
 
     def join(self, blocks: Tensor) -> Tensor:
-        """From (..., blocks, size, k) to (..., length, k)."""
+        """From (..., blocks, size, k) to (..., here, k)."""
         joined: Tensor = blocks.flatten(-3, -2)
-        return joined.narrow(-2, 0, self.length)
+        return joined.narrow(-2, self.front, self.here)
+
+    def own(self, rows: Tensor) -> Tensor:
+        """From (..., length, k) to (..., here, k)."""
+        return rows if self.part is None else rows.narrow(-2, *self.part)
+
+    def inside_blocks(self, shards: int) -> set[int]:
+        """Return the rows inside a block at which one of this many shards begins."""
+        rows = math.ceil(self.length / shards)
+        return {row for row in range(rows, self.length, rows) if row % self.size}
 
 
+@dataclass(frozen=True)
+class Vector:
+    """Mean squares of the elements, with damping relative to their mean. Members are stacked in the first dimension."""
+
+    length: int
+    part: Part = None
+
+    sizes = (-1,)
+    """The shape of a member, of which a shard may have only a part."""
+
+    cuts = (None, None)
+    """How each tensor of the state is cut into blocks."""
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of a member's state. The last is the mean of the gradient's squared norm."""
+        return {"hessian_square": (self.length,), "grad_square": ()}
+
+    def reduce(self, products: Tensor, took_part: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Reduce products, (probes, members, length), to moments and to marks of what the loss reached."""
+        return (products.square().mean(0),), (took_part,)
+
+    def fold(self, old: Tensor, new: Tensor, reached: Tensor, weight: Tensor) -> Tensor:
+        """Fold moments into their running mean."""
+        return torch.where(reached, old + weight * (new - old), old)
+
+    def rotate(self, momenta: Tensor, curvature: Sequence[Tensor]) -> Tensor:
+        """Apply the inverse root of the mean squares."""
+        rms = curvature[0].sqrt()
+        own = rms if self.part is None else rms.narrow(-1, *self.part)
+        return momenta / (own + _VECTOR_DAMPING * rms.mean(-1, keepdim=True) + _TINY)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Block-diagonal factors of the rows and of the columns. Members are stacked in the first dimension."""
+
+    rows: Cut
+    columns: Cut
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of a member, of which a shard may have only some rows."""
+        return -1, self.columns.length
+
+    @property
+    def cuts(self) -> tuple[Cut | None, ...]:
+        """How each tensor of the state is cut into blocks. A row is stored with the entries of its own block."""
+        return self.rows, self.columns, self.rows, self.columns, None
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of a member's state. The last is the mean of the gradient's squared norm."""
+        left, right = ((cut.here, cut.size) for cut in (self.rows, self.columns))
+        return {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right, "grad_square": ()}
+
+    def reduce(self, products: Tensor, took_part: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Reduce products, (probes, members, rows, columns), to moments and to marks of what the loss reached."""
+        own = self.rows.split(self.rows.own(products))
+        left, right = (_outer(each).mean(0) for each in (own, self.columns.split(products.mT)))
+        by_row, by_column = took_part.any(-1, keepdim=True), took_part.any(-2).unsqueeze(-1)
+        marks = self.rows.split(self.rows.own(by_row)), self.columns.split(by_column)
+        return (left / self.columns.length, right / self.rows.length), marks
+
+    def fold(self, old: Tensor, new: Tensor, reached: Tensor, weight: Tensor) -> Tensor:
+        """Fold moments into their running mean."""
+        # Rows that the loss did not reach keep their mean. Scaling both sides keeps the factor semidefinite.
+        keep = torch.where(reached, (1 - weight).sqrt(), 1.0)
+        return keep * old * keep.mT + weight * new
+
+    def rotate(self, momenta: Tensor, curvature: Sequence[Tensor]) -> Tensor:
+        """Apply the inverse roots of both factors."""
+        left, right = curvature
+        blocks = self.rows.split(momenta)
+        across = self.rows.join(left * blocks if self.rows.size == 1 else left @ blocks).mT
+        rotated: Tensor = (self.columns.split(across).mT @ right).transpose(-3, -2).flatten(-2)
+        return rotated.narrow(-1, 0, self.columns.length)
+
+
+def _outer(blocks: Tensor) -> Tensor:
+    return blocks.square().sum(-1, keepdim=True) if blocks.shape[-2] == 1 else blocks @ blocks.mT
+
+
+@dataclass(frozen=True)
 class Rotation(CurvatureShape):
-    """A curvature that rotates the momentum."""
+    """A curvature that rotates the momentum of a parameter with one or several members."""
+
+    shape: tuple[int, ...]
+    form: Form
+    members: int = 1
+    transposed_groups: int = 0
+    """The groups of a transposed convolution, whose dimensions are (in, out / groups, *kernel)."""
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
+        stack = (self.members,) if self.members > 1 else ()
+        return {key: stack + shape for key, shape in self.form.stored.items()}
+
+    @property
+    def unsharded(self) -> set[str]:  # noqa: D102
+        return set() if self.members > 1 else {*self.form.stored} - {"left_factor", "left_root"}
+
+    @property
+    def can_be_sharded(self) -> bool:
+        """Whether the first dimension has the members, or the rows of the only member."""
+        if self.transposed_groups or isinstance(self.form, Vector):
+            return not self.transposed_groups
+        return self.shape[0] == (self.members if self.members > 1 else self.form.rows.length)
+
+    def shard(self, first: int, number: int) -> Rotation:
+        """Return the curvature of a shard that begins at this index of the first dimension."""
+        form, shape = self.form, (number, *self.shape[1:])
+        if self.members > 1:
+            return replace(self, shape=shape, members=number)
+        if isinstance(form, Matrix):
+            return replace(self, shape=shape, form=replace(form, rows=replace(form.rows, part=(first, number))))
+        return replace(self, shape=shape, form=replace(form, part=(first, number)))
 
     @property
     def marked(self) -> tuple[int, ...]:  # noqa: D102
         return self.shape
-
-    @abstractmethod
-    def fold(self, stored: Sequence[Tensor], estimate: Estimate, weight: Tensor) -> None:
-        """Fold one measurement into the running means, in place."""
-
-    @abstractmethod
-    def rotate(self, momentum: Tensor, stored: Sequence[Tensor]) -> Tensor:
-        """Apply the inverse root of the curvature to a momentum."""
-
-    def reduce(  # noqa: D102
-        self,
-        probes: Sequence[Tensor] | None,
-        products: Sequence[Tensor],
-        gradient: Tensor | None,
-        *,
-        signed: bool = False,
-        total: Total = here_alone,
-    ) -> Estimate:
-        if gradient is None:
-            return self._reduce(products, torch.ones_like(products[0], dtype=torch.bool))
-        return self._reduce(products, self.touched(torch.stack(tuple(products)).ne(0).any(0), gradient))
-
-    @abstractmethod
-    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
-        """Reduce products to means and to marks of what the loss reached. The signs of the probes cancel."""
 
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
         return product.ne(0).logical_or_(gradient.ne(0))
@@ -99,133 +225,191 @@ class Rotation(CurvatureShape):
     def spread(self, marks: Tensor) -> Tensor:  # noqa: D102
         return marks
 
+    def split(self, tensor: Tensor) -> Tensor:
+        """Stack the members of a tensor of the parameter's shape."""
+        if self.transposed_groups:
+            tensor = tensor.unflatten(0, (self.transposed_groups, -1)).transpose(1, 2)
+        return tensor.reshape(self.members, *self.form.sizes)
 
-@dataclass(frozen=True)
-class Elementwise(Rotation):
-    """Mean squares of the elements of a vector, with damping relative to their mean."""
-
-    shape: tuple[int, ...]
-
-    @property
-    def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        return {"hessian_square": self.shape}
-
-    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
-        squares = torch.stack([product.square() for product in products]).mean(0)
-        return Estimate((squares, took_part.to(squares)), not_finite_in(squares.sqrt()))
-
-    def fold(self, stored: Sequence[Tensor], estimate: Estimate, weight: Tensor) -> None:  # noqa: D102
-        (old,), (new, reached) = stored, estimate.values
-        old.copy_(torch.where(estimate.not_finite.bool(), old, old + weight * reached * (new - old)))
-
-    def rotate(self, momentum: Tensor, stored: Sequence[Tensor]) -> Tensor:  # noqa: D102
-        rms = stored[0].sqrt()
-        return momentum / (rms + _VECTOR_DAMPING * rms.mean() + _TINY)
+    def join(self, members: Tensor) -> Tensor:
+        """Undo :meth:`split`."""
+        if groups := self.transposed_groups:
+            channels, outputs, *kernel = self.shape
+            members = members.reshape(groups, outputs, channels // groups, *kernel).transpose(1, 2)
+        return members.reshape(self.shape)
 
 
-@dataclass(frozen=True)
-class Matrix(Rotation):
-    """Block-diagonal factors of the rows and of the columns.
+@lru_cache(maxsize=65536)
+def rotation_for(shape: tuple[int, ...], block_size: int, kind: str, groups: int) -> Rotation:
+    """Choose the curvature of a parameter.
 
-    The rows of a table have no neighbours and get a diagonal. Dimensions after the second count as columns, except in a
-    stack of matrices, whose first dimension counts them.
+    A kernel, (out, in / groups, ...), has a matrix (out / groups, in / groups x kernel) for each of its groups. So has
+    a ``"transposed"`` kernel, (in, out / groups, ...). A ``"stack"``, (members, rows, ...), has a matrix for each of
+    its members. The rows of a ``"table"`` have no neighbours and get a diagonal.
+
+    >>> rotation_for((6, 2, 3, 3), 256, "kernel", 2).stored["left_factor"]
+    (2, 3, 3)
     """
-
-    shape: tuple[int, ...]
-    block_size: int
-    is_table: bool = False
-    is_stack: bool = False
-
-    @cached_property
-    def rows(self) -> Cut:
-        """The dimension of the left factor."""
-        return Cut(self.shape[self.is_stack], 1 if self.is_table else self.block_size)
-
-    @cached_property
-    def columns(self) -> Cut:
-        """The dimension of the right factor."""
-        return Cut(math.prod(self.shape[self.is_stack + 1 :]), self.block_size)
-
-    @property
-    def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        stack = self.shape[: int(self.is_stack)]
-        left, right = ((*stack, cut.blocks, cut.size, cut.size) for cut in (self.rows, self.columns))
-        return {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right}
-
-    def _as_matrix(self, tensor: Tensor) -> Tensor:
-        return tensor.flatten(1 + self.is_stack)
-
-    def _reduce(self, products: Sequence[Tensor], took_part: Tensor) -> Estimate:
-        matrices = [self._as_matrix(product) for product in products]
-        left = sum((_outer(self.rows.split(y)) for y in matrices), torch.zeros(()).to(matrices[0]))
-        right = sum((_outer(self.columns.split(y.mT)) for y in matrices), torch.zeros(()).to(matrices[0]))
-        left = left / (self.columns.length * len(products))
-        right = right / (self.rows.length * len(products))
-        not_finite = torch.stack([left.sum(), right.sum()]).isfinite().all().logical_not()
-        took_part = self._as_matrix(took_part)
-        reached = took_part.any(-1, keepdim=True), took_part.any(-2).unsqueeze(-1)
-        by_row, by_column = (cut.split(r.to(left)) for cut, r in zip((self.rows, self.columns), reached, strict=True))
-        return Estimate((left, right, by_row, by_column), not_finite)
-
-    def fold(self, stored: Sequence[Tensor], estimate: Estimate, weight: Tensor) -> None:  # noqa: D102
-        for old, new, reached in zip(stored[:2], estimate.values[:2], estimate.values[2:], strict=True):
-            # Rows that the loss did not reach keep their mean. Scaling both sides keeps the factor semidefinite.
-            keep = torch.where(reached.bool(), (1 - weight).sqrt(), 1.0)
-            old.copy_(torch.where(estimate.not_finite.bool(), old, keep * old * keep.mT + weight * new))
-
-    def rotate(self, momentum: Tensor, stored: Sequence[Tensor]) -> Tensor:  # noqa: D102
-        _, _, left, right = stored
-        m = self._as_matrix(momentum).to(left.dtype)
-        m = self.rows.join(left @ self.rows.split(m))
-        return self.columns.join(right @ self.columns.split(m.mT)).mT.reshape(momentum.shape)
+    if len(shape) < 2 or 0 in shape:
+        return Rotation(shape, Vector(math.prod(shape)))
+    groups = groups if shape[0] % groups == 0 else 1
+    members, rows = groups, shape[0] // groups
+    if kind == "transposed":
+        rows = shape[1]
+    elif kind == "stack" and len(shape) > 2:
+        members, rows = shape[:2]
+    if rows == 1:  # a factor of a single row would only be noise, as in depthwise convolutions
+        members, rows = 1, members
+    columns = Cut(math.prod(shape) // (members * rows), block_size)
+    form = Matrix(Cut(rows, 1 if kind == "table" else block_size), columns)
+    return Rotation(shape, form, members, groups if kind == "transposed" else 0)
 
 
-def _outer(blocks: Tensor) -> Tensor:
-    return blocks @ blocks.mT
+class Family:
+    """The parameters at some places of a bucket, whose members have one form."""
+
+    def __init__(self, places: Sequence[int], rotations: Sequence[Rotation]) -> None:
+        self.places, self._rotations, self.form = places, rotations, rotations[0].form
+        self.counts = [rotation.members for rotation in rotations]
+
+    def pick(self, values: Sequence[Any]) -> list[Any]:
+        """Choose the values of these parameters from those of the bucket's parameters."""
+        return [values[place] for place in self.places]
+
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Stack all members of tensors of the parameters' shapes. The stack of a single tensor may be a view."""
+        pairs = zip(self._rotations, self.pick(tensors), strict=True)
+        return _cat([rotation.split(tensor) for rotation, tensor in pairs])
+
+    def unstack(self, members: Tensor) -> list[Tensor]:
+        """Undo :meth:`stack`."""
+        pairs = zip(self._rotations, members.split(self.counts), strict=True)
+        return [rotation.join(part) for rotation, part in pairs]
+
+    def read(self, stored: Stored, key: int) -> Tensor:
+        """Stack one tensor of each state. The stack of a single tensor is a view."""
+        size, cut = tuple(self.form.stored.values())[key], self.form.cuts[key]
+        pairs = zip(self.pick(stored), self.counts, strict=True)
+        members = _cat([tensors[key].reshape(count, *size) for tensors, count in pairs])
+        return members if cut is None else cut.split(members)
+
+    def write(self, stored: Stored, key: int, members: Tensor) -> None:
+        """Undo :meth:`read`, in place."""
+        members = members if (cut := self.form.cuts[key]) is None else cut.join(members)
+        targets, parts = [tensors[key] for tensors in self.pick(stored)], members.split(self.counts)
+        torch._foreach_copy_(targets, [part.view_as(old) for old, part in zip(targets, parts, strict=True)])
+
+    def spread(self, values: Tensor, dims: int = 1) -> Tensor:
+        """Repeat one value per parameter for each member, with ``dims`` dimensions."""
+        parts = zip(self.pick(values.unbind()), self.counts, strict=True)
+        return torch.cat([value.expand(count) for value, count in parts]).view(-1, *(1,) * (dims - 1))
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def families_of(rotations: Sequence[Rotation]) -> list[Family]:
+    """Sort the parameters of a bucket by the form of their members. Empty parameters have no family."""
+    places: dict[Form, list[int]] = {}
+    for place, rotation in enumerate(rotations):
+        if rotation.members and rotation.form != Vector(0):  # an empty shard has whole right factors to keep
+            places.setdefault(rotation.form, []).append(place)
+    return [Family(own, [rotations[place] for place in own]) for own in places.values()]
+
+
+def _over_shards(families: Sequence[Family], values: Sequence[Tensor], gather: Gather) -> list[Tensor]:
+    """Gather values of the families' members, (k, members), from all shards, (shards, k, members).
+
+    They are sent in the order of parameters, because shards of unequal length are in different families.
+    """
+    pairs = zip(families, values, strict=True)
+    columns = dict(each for family, of_one in pairs for each in zip(family.places, of_one.unbind(-1), strict=True))
+    places = sorted(columns)
+    gathered = dict(zip(places, gather(torch.stack([columns[place] for place in places], -1)).unbind(-1), strict=True))
+    return [torch.stack([gathered[place] for place in family.places], -1) for family in families]
+
+
+def reduce_rotations(
+    families: Sequence[Family], products: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor] | None
+) -> list[Estimate]:
+    """Reduce products, one list per probe, to the moments of each parameter and to marks of what the loss reached."""
+    estimates = [Estimate((), products[0][0].new_zeros((), dtype=torch.bool))] * len(products[0])
+    for family in families:
+        stacks = _cat([family.stack(of_probe)[None] for of_probe in products])
+        took_part = torch.ones_like(stacks[0], dtype=torch.bool)
+        if gradients is not None:
+            took_part = stacks.ne(0).any(0).logical_or_(family.stack(gradients).ne(0))
+        moments, marks = family.form.reduce(stacks, took_part)
+        not_finite = torch.stack([each.flatten(1).sum(1) for each in moments]).isfinite().all(0).logical_not()
+        parts = zip(*(each.split(family.counts) for each in (not_finite, *moments, *marks)), strict=True)
+        for place, (flag, *values) in zip(family.places, parts, strict=True):
+            estimates[place] = Estimate(tuple(values), flag[0] if len(flag) == 1 else flag.any())
+    return estimates
 
 
 def fold_rotations(
-    shapes: Sequence[Any], stored: Sequence[Sequence[Tensor]], estimates: Sequence[Estimate], weights: Tensor
+    families: Sequence[Family], stored: Stored, estimates: Sequence[Estimate], weights: Tensor, not_finite: Tensor
 ) -> None:
-    """Fold one measurement of each parameter into its running means, in place."""
-    for shape, tensors, estimate, weight in zip(shapes, stored, estimates, weights.unbind(), strict=True):
-        shape.fold(tensors, estimate, weight)
+    """Fold one measurement of each parameter into its running means, in place, unless it is not finite."""
+    for family in families:
+        values = list(map(_cat, zip(*(each.values for each in family.pick(estimates)), strict=True)))
+        half = len(values) // 2
+        for key, (new, reached) in enumerate(zip(values[:half], values[half:], strict=True)):
+            old, weight = family.read(stored, key), family.spread(weights, new.dim())
+            folded = family.form.fold(old, new, reached, weight)
+            family.write(stored, key, torch.where(family.spread(not_finite, new.dim()), old, folded))
 
 
 def refresh_roots(
-    shapes: Sequence[CurvatureShape],
-    stored: Sequence[Sequence[Tensor]],
+    families: Sequence[Family],
+    stored: Stored,
     measurements: Tensor,
     least: float,
     not_finite: Tensor,
+    gather: Gather | None = None,
 ) -> None:
-    """Compute the inverse roots of all factors, those of one size at once.
+    """Compute the inverse roots of all factors, many of one size at once.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 3 / n, at most 1 and at least ``least``,
     because the factors of few measurements are unreliable. Roots stay where the measurement was not finite.
     """
-    dampings = (3 / measurements.clamp(min=1)).clamp(min=least, max=1.0).unbind()
-    sides: dict[int, list[tuple[Tensor, Tensor, int, Tensor, Tensor]]] = {}
-    for shape, tensors, damping, stays in zip(shapes, stored, dampings, not_finite.unbind(), strict=True):
-        if isinstance(shape, Matrix):
-            for factor, root, cut in zip(tensors[:2], tensors[2:], (shape.rows, shape.columns), strict=True):
-                sides.setdefault(cut.size, []).append((factor, root, cut.length, damping, stays))
-    for size, members in sides.items():
-        counts = [factor.numel() // size**2 for factor, *_ in members]
-        means = [
+    dampings = (3 / measurements.clamp(min=1)).clamp(min=least, max=1.0)
+    waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
+    cuts = [(family, key, cut) for family in families for key, cut in enumerate(family.form.cuts[:2]) if cut]
+    wholes: dict[tuple[Family, int], Tensor] = {}
+    if gather is not None and cuts:
+        matrices = [family for family, key, _ in cuts if key == 0]
+        traces = _over_shards(matrices, [_trace(family.read(stored, 0))[None] for family in matrices], gather)
+        wholes = {(family, 0): each.sum((0, 1)) for family, each in zip(matrices, traces, strict=True)}
+
+    def refresh(sides: list[tuple[Family, int, Cut]]) -> None:
+        factors, numbers = [], []
+        for family, key, cut in sides:
+            factors.append(factor := family.read(stored, key))
             # Over all blocks of a dimension, so that blocks keep their relative size.
-            (factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1)) / length).unsqueeze(-1).expand(factor.shape[:-2]).flatten()
-            for factor, _, length, _, _ in members
-        ]
+            mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
+            numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
         roots = inverse_roots(
-            torch.cat([factor.reshape(-1, size, size) for factor, *_ in members]),
-            torch.cat(means),
-            torch.cat([damping.expand(count) for (_, _, _, damping, _), count in zip(members, counts, strict=True)]),
+            _cat([factor.flatten(0, 1) for factor in factors]),
+            *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
             # No eigenvalue is larger than the trace, which is the mean times the length.
-            condition=1.01 * max(length for _, _, length, _, _ in members) / least + 1.0,
-        )
-        for (_, root, _, _, stays), part in zip(members, roots.split(counts), strict=True):
-            root.copy_(torch.where(stays, root, part.view_as(root)))
+            condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
+        ).split([each[0].numel() for each in numbers])
+        for (family, key, _), factor, root in zip(sides, factors, roots, strict=True):
+            old = family.read(stored, key + 2)
+            family.write(stored, key + 2, torch.where(family.spread(not_finite, 4), old, root.view_as(factor)))
+
+    for family, key, cut in cuts:
+        waiting.setdefault(cut.size, []).append((family, key, cut))
+        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[cut.size]) * cut.size**2 > _ENOUGH:
+            refresh(waiting.pop(cut.size))
+    for sides in waiting.values():
+        refresh(sides)
+
+
+def _trace(factor: Tensor) -> Tensor:
+    return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
 
 
 def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition: float) -> Tensor:
@@ -248,18 +432,21 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
     # Both norms are at least the largest eigenvalue. Rounding must not exceed it, hence the last factor.
     bound = a.abs().sum(-1, keepdim=True).amax(-2, keepdim=True).minimum(a.square().sum((-2, -1), keepdim=True).sqrt())
     bound = bound * 1.001
-    y, z = a / bound, eye.expand_as(a)
+    y = z = a / bound  # z starts as the identity, so the first products with it are left out
     low, tolerance = (damping / bound).sqrt(), torch.finfo(factors.dtype).eps ** 0.5
     goes_on = torch.ones_like(bound, dtype=torch.bool)
-    for _ in range(_iterations(condition)):
+    for number in range(_iterations(condition)):
         square = 3 / (1 + low + low * low)
         half = square.sqrt() / 2
-        product = z @ y
-        residual = (eye - product).abs().amax((-2, -1), keepdim=True)
-        step = torch.where(goes_on, 3 * half * eye - (half * square) * product, eye)
-        # A block that this step makes exact stops, because rounding errors grow from then on.
+        step = z @ y if number else y.clone()
+        diagonal = step.diagonal(dim1=-2, dim2=-1)
+        diagonal.sub_(1)
+        residual = torch.linalg.vector_norm(step, math.inf, (-2, -1), keepdim=True)
+        # A block that this step makes exact stops with a step of I, because rounding errors grow from then on.
+        step.mul_(torch.where(goes_on, -half * square, 0.0))
+        diagonal.add_(torch.where(goes_on, 3 * half - half * square, 1.0)[..., 0])
         goes_on = goes_on & (residual > tolerance)
-        y, z = y @ step, step @ z
+        y, z = y @ step, step @ z if number else step
         low = (half * low * (3 - square * low * low)).clamp(max=1.0)
         if factors.device.type == "cpu" and not goes_on.any():  # elsewhere this would synchronize
             break
@@ -278,66 +465,113 @@ def _iterations(condition: float) -> int:
 
 
 def take_rotated_steps(
-    params: Sequence[Tensor],
-    states: Sequence[Any],
-    shapes: Sequence[Any],
-    stored: Sequence[Sequence[Tensor]],
-    number: Any,
+    families: Sequence[Family],
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    stored: Stored,
+    number: float | Tensor,
     group: dict[str, Any],
+    gather: Gather | None = None,
 ) -> None:
-    r"""Take the step of this number, in place.
+    r"""Take the step of this number, or with one number per parameter if it is a tensor, in place.
 
     .. math::
         m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad \theta \leftarrow (1 - \eta \lambda) \theta - \eta \, c \, u
     """
-    lr, beta1 = float(group["lr"]), float(group["betas"][0])
-    for param, state, shape, own in zip(params, states, shapes, stored, strict=True):
-        square, grad = state["grad_square"], param.grad
-        assert grad is not None
-        state["exp_avg"].lerp_(grad.neg() if group["maximize"] else grad, 1 - beta1)
-        square.lerp_(grad.to(square.dtype).square().sum(), 1 - _BETA_SIGNAL)
-        update = rotated_update(state["exp_avg"], square, shape, own, number, beta1)
-        param.mul_(1 - lr * group["weight_decay"]).sub_(update.to(param.dtype), alpha=lr)
+    lr, beta1 = group["lr"], float(group["betas"][0])
+    if isinstance(lr, Tensor):  # reading it from another device would synchronize
+        lr = lr.item() if lr.is_cpu else lr.squeeze().to(params[0].device)
+    if group["weight_decay"]:
+        decay_weights(params, 1 - lr * float(group["weight_decay"]))
+    # Families of shards step together, because their ranks exchange all sizes at once.
+    for together in [[family] for family in families] if gather is None else [families] if families else []:
+        directions, sizes = [], []
+        for family in together:
+            own = family.pick(grads)
+            descent = torch._foreach_neg(own) if group["maximize"] else own
+            torch._foreach_lerp_(family.pick(exp_avgs), descent, 1 - beta1)
+            direction, of_family = _direction(family, exp_avgs, stored)
+            norm = torch.linalg.vector_norm(family.stack(grads).flatten(1), dim=1, dtype=direction.dtype)
+            directions.append(direction)
+            sizes.append([norm, *of_family])
+        if gather is not None:
+            sizes = _sizes_of_all_shards(together, directions, sizes, gather)
+        for family, direction, (norm, *of_family) in zip(together, directions, sizes, strict=True):
+            squares = family.read(stored, -1).lerp(norm.square(), 1 - _BETA_SIGNAL)
+            family.write(stored, -1, squares)
+            scale = lr * _scale(family, squares, of_family, number, beta1)
+            updates = direction.mul_(scale[:, None]).to(params[0].dtype)
+            torch._foreach_sub_(family.pick(params), family.unstack(updates))
 
 
-def rotated_update(
-    exp_avg: Tensor, grad_square: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float
-) -> Tensor:
-    r"""Rotate a momentum, and scale it.
+def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tuple[Tensor, list[Tensor]]:
+    r"""Rotate momenta to directions of one row per member, :math:`u = L^{-1/2} m R^{-1/2}`, and measure both.
+
+    The sizes are :math:`|m|`, :math:`|u|`, :math:`\langle m, u \rangle`, :math:`|m|_1`, the number of elements that
+    move, and the largest element of u, which has been divided by it.
+    """
+    norm = torch.linalg.vector_norm
+    # One mean or root per dimension. The factors before them are not needed.
+    *curvature, grad_square = [family.read(stored, key) for key in range(-len(family.form.sizes) - 1, 0)]
+    momenta = family.stack(exp_avgs).to(grad_square.dtype)
+    u, m = family.form.rotate(momenta, curvature).flatten(1), momenta.flatten(1)
+    # The scale cancels, but squares would overflow. Shards may be empty.
+    largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + _TINY
+    u = u.div_(largest[:, None])
+    moved = u.count_nonzero(1).to(u)  # rows of a table that did not occur do not count
+    return u, [norm(m, dim=1), norm(u, dim=1), (m * u).sum(1), norm(m, 1, 1), moved, largest]
+
+
+def _sizes_of_all_shards(
+    families: Sequence[Family], directions: Sequence[Tensor], sizes: Sequence[Sequence[Tensor]], gather: Gather
+) -> list[list[Tensor]]:
+    """Combine the sizes of :func:`_direction`, after the gradient's norm, and give directions a common scale."""
+    combined = []
+    of_all = _over_shards(families, [torch.stack(tuple(each)) for each in sizes], gather)
+    for direction, (*_, own), of_shards in zip(directions, sizes, of_all, strict=True):
+        largest = of_shards[:, -1].amax(0)
+        direction.mul_((own / largest)[:, None])
+        of_shards[:, 2:4] *= (of_shards[:, -1] / largest)[:, None]
+        norms, sums = torch.linalg.vector_norm(of_shards[:, :3], dim=0), of_shards[:, 3:].sum(0)
+        combined.append([*norms.unbind(), *sums.unbind()])
+    return combined
+
+
+def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: float | Tensor, beta1: float) -> Tensor:
+    r"""Compute the scale of each member's direction.
 
     .. math::
-        u = L^{-1/2} m R^{-1/2}, \quad s = \frac{|\hat m|}{\sqrt{\overline{|g|^2}}}, \quad
-        c = \min\Big(\frac{s \, |m|_1}{\langle m, u \rangle}, \frac{1}{\mathrm{rms}(u)}\Big)
+        s = \frac{|\hat m|}{\sqrt{\overline{|g|^2}}}, \quad
+        c = \min\Big(\max\Big(\frac{s \, |m|_1}{\langle m, u \rangle}, \frac{s}{\mathrm{rms}(u)}\Big),
+        \frac{1}{\mathrm{rms}(u)}\Big)
 
-    A step of AdamW lowers the loss by about :math:`\eta s |m|_1`. The scale c matches that, so AdamW's learning rate
-    applies, and no update is longer than AdamW's longest.
+    A step of AdamW lowers the loss by about :math:`\eta s |m|_1`, and its root mean square is about s. The scale c
+    matches the larger of both, so AdamW's learning rate applies, and no update is longer than AdamW's longest.
     """
-    m = exp_avg.to(grad_square.dtype)
-    u = shape.rotate(m, stored)
-    if u.numel():
-        u = u / (u.abs().amax() + _TINY)  # the scale cancels, but squares would overflow without curvature
-    signal = (m.norm() / (1 - beta1**number)) / ((grad_square / (1 - _BETA_SIGNAL**number)).sqrt() + _TINY)
-    scale = signal * m.abs().sum() / ((m * u).sum() + _TINY)
-    rms = u.norm() / u.count_nonzero().clamp(min=1).sqrt()  # rows of a table that did not occur do not count
-    update: Tensor = u * scale.clamp(min=0.0).minimum(1 / (rms + _TINY))
-    return update
+    t = family.spread(number) if isinstance(number, Tensor) else number
+    m_norm, u_norm, inner, m_sum, moved, _ = sizes
+    signal = m_norm / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + _TINY)
+    gain = signal * m_sum / (inner + _TINY)
+    longest = 1 / (u_norm / moved.clamp(min=1).sqrt() + _TINY)
+    return torch.maximum(gain, signal * longest).minimum(longest)
+
+
+def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float) -> Tensor:
+    """Compute the update of one parameter with this momentum. For diagnosis."""
+    family = Family([0], [shape])
+    direction, sizes = _direction(family, [exp_avg], [stored])
+    scale = _scale(family, family.read([stored], -1), sizes, number, beta1)
+    return family.unstack(direction * scale[:, None])[0]
 
 
 def condition(shape: Rotation, stored: Sequence[Tensor], damping: float) -> dict[str, Tensor]:
     """The condition of the damped factors, and the share of their directions that damping dominates. For diagnosis."""
-    if not isinstance(shape, Matrix):
+    if not isinstance(shape.form, Matrix):
         return {}
-    values = [torch.linalg.eigvalsh(factor.double()).flatten() for factor in stored[:2]]
-    relative = [
-        each / (each.sum() / cut.length + _TINY) for each, cut in zip(values, (shape.rows, shape.columns), strict=True)
-    ]
+    relative = []
+    for factor, cut in zip(stored[:2], (shape.form.rows, shape.form.columns), strict=True):
+        values = torch.linalg.eigvalsh(cut.split(factor.double())).view(shape.members, -1)
+        relative.append((values / (values.sum(1, keepdim=True) / cut.length + _TINY)).flatten())
     damped = torch.cat(relative) + damping
     return {"condition": damped.max() / damped.min(), "damped": torch.cat(relative).lt(damping).double().mean()}
-
-
-@lru_cache(maxsize=65536)
-def rotation_for(shape: tuple[int, ...], block_size: int, kind: str) -> Rotation:
-    """Choose the curvature's shape for a parameter."""
-    if len(shape) < 2 or 0 in shape:
-        return Elementwise(shape)
-    return Matrix(shape, block_size, is_table=kind == "table", is_stack=kind == "stack" and len(shape) > 2)

@@ -17,13 +17,19 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from adahessian.algorithm.fused import FusedTensors, can_fuse
-from adahessian.algorithm.kronecker import fold_rotations, refresh_roots, take_rotated_steps
+from adahessian.algorithm.kronecker import (
+    families_of,
+    fold_rotations,
+    reduce_rotations,
+    refresh_roots,
+    take_rotated_steps,
+)
 from adahessian.algorithm.probes import draw_like, probe_key
 from adahessian.algorithm.shapes import Blocks, Estimate, denominators, hutchinson, views
-from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_of, state_problem
+from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.dtypes import as_real
-from adahessian.base.shards import agree, is_sharded, local, local_part, sum_over_shards
+from adahessian.base.shards import agree, gather_over, is_sharded, local, local_part, rows_cut_by, sum_over_shards
 
 # Options that buckets depend on. All others may change from step to step.
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
@@ -48,8 +54,11 @@ class Bucket:
         self.group = group
         self.params = params
         self.here = list(map(local, params))
-        self.shapes: list[Any] = [shape_of(shard, group) for shard in self.here]
+        self.shapes: list[Any] = [shape_here(param, group) for param in params]
+        self.families = families_of(self.shapes) if "damping" in group else None
         self.is_sharded = any(map(is_sharded, params))
+        cut_by = _matrices_cut_by(params[0], group)
+        self._gather = None if cut_by is None else partial(gather_over, *cut_by)
         self.is_complex = params[0].is_complex()
         self._positions = positions
         self.kernels = kernels
@@ -100,10 +109,13 @@ class Bucket:
 
     def reduce(self, probes: Lists | None, products: Lists, gradients: Sequence[Tensor] | None) -> list[Estimate]:
         """Reduce probes and products to the values that this rank stores."""
-        for prepare in (local_part,) * self.is_sharded + (_as_real,) * self.is_complex:
+        is_cut = self.is_sharded and self._gather is None  # otherwise whole products give whole right factors
+        for prepare in (local_part,) * is_cut + (_as_real,) * self.is_complex:
             probes = None if probes is None else [list(map(prepare, each, self.params)) for each in probes]
             products = [list(map(prepare, each, self.params)) for each in products]
             gradients = None if gradients is None else list(map(prepare, gradients, self.params))
+        if self.families is not None:
+            return reduce_rotations(self.families, products, gradients)
         of_params = list(zip(*products, strict=True))
         nothing = [None] * len(self.params)
         signs = nothing if probes is None else zip(*probes, strict=True)
@@ -165,10 +177,11 @@ class Bucket:
         if self.kernels is not None:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
-        elif "damping" in self.group:
-            fold_rotations(self.shapes, self._stored, estimates, weights)
+        elif self.families is not None:
+            fold_rotations(self.families, self._stored, estimates, weights, not_finite)
             measurements = self._count("measurements") + 1
-            refresh_roots(self.shapes, self._stored, measurements, self.group["damping"], not_finite)
+            damping = self.group["damping"]
+            refresh_roots(self.families, self._stored, measurements, damping, not_finite, self._gather)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -180,12 +193,16 @@ class Bucket:
     def _take_step(self, number: float | Tensor) -> None:
         """Take the step with this number, or with one number per parameter if it is a tensor."""
         group = self.group
+        grads = [param.grad for param in self.params if param.grad is not None]
+        if self.is_sharded:
+            grads = list(map(local, grads))
+        if self.families is not None:
+            tensors = (self.here, grads, self._exp_avgs, self._stored)
+            take_rotated_steps(self.families, *tensors, number, group, self._gather)
+            return
         lr, beta1 = group["lr"], float(group["betas"][0])
         if isinstance(lr, Tensor):
             lr = lr.squeeze() if group["capturable"] else lr.item()
-        if "damping" in group:
-            take_rotated_steps(self.params, self._known, self.shapes, self._stored, number, group)
-            return
         eps, power = float(group["eps"]), float(group["hessian_power"])
         scales = {
             "gradient_scale": -1.0 if group["maximize"] else 1.0,
@@ -193,9 +210,6 @@ class Bucket:
             "decay": 1 - lr * float(group["weight_decay"]),
             "momentum_weight": 1 - beta1,
         }
-        grads = [param.grad for param in self.params if param.grad is not None]
-        if self.is_sharded:
-            grads = list(map(local, grads))
         if self.kernels is not None:
             rms = [each[0] for each in self._stored]
             self.kernels.step(self.here, grads, self._exp_avgs, rms, eps=eps, power=power, **scales)
@@ -333,17 +347,24 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
             )
         here = local(param)
         of_shard = {key: local(value) for key, value in known.items()} if known else None
-        fused = can_fuse(here, shape_of(here, group), group, of_shard)
-        _, params, positions = found.setdefault((id(group), here.device, here.dtype, fused), (group, [], []))
+        fused = can_fuse(here, shape_here(param, group), group, of_shard)
+        key = (id(group), here.device, here.dtype, fused, _matrices_cut_by(param, group))
+        _, params, positions = found.setdefault(key, (group, [], []))
         params.append(param)
         positions.append(position)
-    for (_, _, _, fused), (group, params, positions) in found.items():
+    for (*_, fused, _), (group, params, positions) in found.items():
         kernels = None
         if fused:
             shards = list(map(local, params))
             blocks = [shape for shard in shards if isinstance(shape := shape_of(shard, group), Blocks)]
             kernels = FusedTensors(shards, blocks, positions, signed=group["signed"])
         yield Bucket(group, params, positions, state, kernels)
+
+
+def _matrices_cut_by(param: Tensor, group: Group) -> tuple[Any, int] | None:
+    """Return what cuts the rows of a matrix or vector with curvature that rotates. It does not cut those of a stack."""
+    is_cut = is_sharded(param) and "damping" in group and "grad_square" in shape_of(param, group).unsharded
+    return rows_cut_by(param) if is_cut else None
 
 
 def _has_shape(param: Tensor) -> bool:
@@ -361,5 +382,5 @@ def _look(group: Group) -> tuple[Any, ...]:
     if group["sparse"]:
         return (id(group), len(params))
     params = list(filter(_has_shape, params))
-    options = (*_DECISIVE(group), isinstance(group["lr"], Tensor))
+    options = (*_DECISIVE(group), isinstance(group["lr"], Tensor), group.get("kind"), group.get("conv_groups"))
     return id(group), options, list(map(id, params)), list(map(_FORM, params)), list(map(Tensor.stride, params))

@@ -55,22 +55,10 @@ class CurvatureShape(ABC):
     def stored(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the state's tensors."""
 
-    @abstractmethod
-    def reduce(
-        self,
-        probes: Sequence[Tensor] | None,
-        products: Sequence[Tensor],
-        gradient: Tensor | None,
-        *,
-        signed: bool = False,
-        total: Total = here_alone,
-    ) -> Estimate:
-        """Reduce the probes z and products H z of one parameter to the stored values.
-
-        ``probes=None`` means probes of all ones. A block whose gradient and products are all exactly zero took no part
-        in the loss. Without a gradient, every block counts as measured. ``signed`` averages D over a block instead of
-        ``|D|``, and ``total`` sums over the ranks that hold the parameter's other shards.
-        """
+    @property
+    def unsharded(self) -> set[str]:
+        """The names of tensors that every rank has as a whole. The first dimension of all others is sharded."""
+        return {"hessian_column"}
 
     @property
     def marked(self) -> tuple[int, ...]:
@@ -89,7 +77,7 @@ class CurvatureShape(ABC):
 class Diagonal(CurvatureShape):
     """A curvature that divides the momentum element by element."""
 
-    def reduce(  # noqa: D102
+    def reduce(
         self,
         probes: Sequence[Tensor] | None,
         products: Sequence[Tensor],
@@ -98,6 +86,12 @@ class Diagonal(CurvatureShape):
         signed: bool = False,
         total: Total = here_alone,
     ) -> Estimate:
+        """Reduce the probes z and products H z of one parameter to the stored values.
+
+        ``probes=None`` means probes of all ones. A block whose gradient and products are all exactly zero took no part
+        in the loss. Without a gradient, every block counts as measured. ``signed`` averages D over a block instead of
+        ``|D|``, and ``total`` sums over the ranks that hold the parameter's other shards.
+        """
         diagonal = hutchinson(probes, products, signed=signed)
         first, *rest = self._average(diagonal, signed, total)
         # A nonzero value already shows that the block took part. Checking this first is cheaper, but only on a CPU.

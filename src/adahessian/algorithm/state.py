@@ -5,6 +5,12 @@ exp_avg          gradient momentum, in the parameter's dtype
 hessian_rms      Hessian momentum D-bar, one value per block, in float32 or wider; inf before the first measurement
 hessian_row,     in place of hessian_rms for factored curvature
 hessian_column
+hessian_square,  in place of hessian_rms for curvature that rotates: mean squares of a vector,
+left_factor,     or the factors of a matrix and their inverse roots
+right_factor,    with one row per row or column, which has the entries of its own block
+left_root,
+right_root
+grad_square      mean of the gradient's squared norm, for curvature that rotates
 measurements     number of measurements in the Hessian momentum
 dropped          number of measurements dropped because of inf or NaN
 """
@@ -17,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adahessian.algorithm.kronecker import Matrix, Rotation, rotation_for
+from adahessian.algorithm.kronecker import Rotation, rotation_for
 from adahessian.algorithm.shapes import CurvatureShape, shape_for
 from adahessian.base.dtypes import accumulation_dtype
-from adahessian.base.shards import is_sharded, local, shard_like
+from adahessian.base.shards import is_sharded, local, rows_cut_by, rows_here, shard_like
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -36,8 +42,17 @@ COUNTS = ("step", "measurements", "dropped")
 def shape_of(param: Tensor, group: Group) -> CurvatureShape:
     """Return the shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
     if "damping" in group:
-        return rotation_for(tuple(param.shape), group["block_size"], group.get("kind", "kernel"))
+        kind, groups = group.get("kind", "kernel"), group.get("conv_groups", 1)
+        return rotation_for(tuple(param.shape), group["block_size"], kind, groups)
     return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
+
+
+def shape_here(param: Tensor, group: Group) -> CurvatureShape:
+    """Return the shape of the curvature of this rank's shard."""
+    whole = shape_of(param, group) if is_sharded(param) else None
+    if isinstance(whole, Rotation):
+        return whole if rows_cut_by(param) is None else whole.shard(*rows_here(param))
+    return shape_of(local(param), group)
 
 
 def curvature_dtype(param: Tensor) -> torch.dtype:
@@ -61,19 +76,35 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
     if "exp_avg" not in state:
         state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
     whole = shape_of(param, group)
-    if isinstance(whole, Rotation):
-        state.setdefault("grad_square", torch.zeros((), dtype=curvature_dtype(param), device=param.device))
     if {*whole.stored, "measurements"} <= state.keys():
         return
     state.pop("measurements", None)
-    for key, shape in shape_of(local(param), group).stored.items():
+    for key, shape in whole.stored.items():
+        if key in state:
+            continue
+        is_cut = is_sharded(param) and key not in whole.unsharded
+        part_shape = (*local(param).shape[:1], *shape[1:]) if is_cut else shape
         initial = 0.0 if isinstance(whole, Rotation) else math.inf
-        part = torch.full(shape, initial, dtype=curvature_dtype(param), device=param.device)
-        if isinstance(whole, Matrix) and key.endswith("root"):
-            part.diagonal(dim1=-2, dim2=-1).fill_(1)  # without a measurement a step follows the momentum
-        # The columns of a factored shape are the same on every rank.
-        is_cut = is_sharded(param) and key != "hessian_column"
-        state[key] = shard_like(param, part, whole.stored[key]) if is_cut else part
+        part = torch.full(part_shape, initial, dtype=curvature_dtype(param), device=param.device)
+        if key.endswith("root"):  # an identity, because without a measurement a step follows the momentum
+            first = rows_here(param)[0] if is_cut and part.dim() == 2 else 0
+            columns = torch.arange(first, first + part.shape[-2], device=param.device) % shape[-1]
+            part.scatter_(-1, columns.expand(part.shape[:-1])[..., None], 1)
+        state[key] = shard_like(param, part, shape) if is_cut else part
+
+
+def measure_anew(state: State, param: Tensor, group: Group, shards: int) -> bool:
+    """Forget a left factor that was cut into this many shards if its rows are cut elsewhere now. Return whether."""
+    shape, cut_by = shape_of(param, group), rows_cut_by(param)
+    rows = shape.form.cuts[0] if isinstance(shape, Rotation) and shape.members == 1 else None
+    now = 1 if cut_by is None else cut_by[0].size(cut_by[1])
+    if rows is None or "left_factor" not in state or rows.inside_blocks(shards) == rows.inside_blocks(now):
+        return False
+    for key in ("left_factor", "left_root"):
+        del state[key]
+    init_state(state, param, group)
+    state["measurements"] = torch.zeros_like(state["grad_square"])
+    return True
 
 
 def state_problem(state: State, param: Tensor, group: Group) -> str | None:
@@ -85,7 +116,7 @@ def state_problem(state: State, param: Tensor, group: Group) -> str | None:
             "the state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
     needed = {} if group["sparse"] else shape_of(param, group).stored
-    if not group["sparse"] and (other := {*CURVATURE_KEYS[:-2]} & state.keys() - {*needed, "grad_square"}):
+    if not group["sparse"] and (other := {*CURVATURE_KEYS[:-2]} & state.keys() - needed.keys()):
         return (
             f"state: {min(other)!r} of a parameter of shape {tuple(param.shape)} belongs to another averaging or "
             "optimizer. Keep the averaging that the state was saved with."

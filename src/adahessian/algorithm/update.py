@@ -46,6 +46,16 @@ def fold_measurement(stored: Tensor, values: Tensor, weight: Tensor, not_finite:
     stored.copy_(torch.where(not_finite, stored, folded))
 
 
+def decay_weights(params: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply parameters by a factor, in place."""
+    if isinstance(factor, Tensor) or factor != 1:
+        if params[0].device.type == "cpu":  # where torch._foreach_mul_ rounds the factor to the parameter's dtype
+            for param in params:
+                param.mul_(factor)
+        else:
+            torch._foreach_mul_(params, factor)
+
+
 def take_step(
     params: list[Tensor],
     grads: list[Tensor],
@@ -68,12 +78,7 @@ def take_step(
     tensor with one value per parameter. ``decay`` is :math:`1 - \eta \lambda`, ``momentum_weight`` is
     :math:`1 - \beta_1`, and the denominators :math:`\bar D^k + \epsilon` are overwritten.
     """
-    if isinstance(decay, Tensor) or decay != 1:
-        if params[0].device.type == "cpu":  # where torch._foreach_mul_ rounds the factor to the parameter's dtype
-            for param in params:
-                param.mul_(decay)
-        else:
-            torch._foreach_mul_(params, decay)
+    decay_weights(params, decay)
     scaled = grads if gradient_scale == 1 else torch._foreach_mul(grads, gradient_scale)
     torch._foreach_lerp_(exp_avgs, scaled, momentum_weight)
     if isinstance(step_scale, Tensor):

@@ -1,10 +1,11 @@
 """Parameters that are sharded over ranks as DTensors: local shards and whole tensors.
 
-Only the first dimension may be sharded. Curvature blocks lie within a row, so sharding never splits a block.
+Only the first dimension may be sharded. AdaHessian's blocks lie within a row, so sharding never splits them.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -54,6 +55,30 @@ def shard_like(param: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     return type(param).from_local(
         part, param.device_mesh, param.placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
+
+
+def rows_cut_by(param: Tensor) -> tuple[DeviceMesh, int] | None:
+    """Return the device mesh and its dimension over which a parameter's rows are cut, or None if they are all here."""
+    if is_sharded(param):
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate() and param.device_mesh.size(dim) > 1:
+                return param.device_mesh, dim
+    return None
+
+
+def rows_here(param: Tensor) -> tuple[int, int]:
+    """Return the first row of this rank's shard and the number of its rows."""
+    if (cut_by := rows_cut_by(param)) is None:
+        return 0, len(param)
+    mesh, dim = cut_by
+    return min(mesh.get_local_rank(dim) * math.ceil(len(param) / mesh.size(dim)), len(param)), len(local(param))
+
+
+def gather_over(mesh: DeviceMesh, dim: int, tensor: Tensor) -> Tensor:
+    """Stack the tensors of all ranks along a dimension of a device mesh."""
+    stacked = tensor.new_empty(mesh.size(dim), *tensor.shape)
+    dist.all_gather(list(stacked.unbind()), tensor.contiguous(), group=mesh.get_group(dim))
+    return stacked
 
 
 def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:

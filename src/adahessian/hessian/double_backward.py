@@ -1,4 +1,4 @@
-"""Hessian-vector products by double backward, H z = d(g . z) / d theta, which works for every model."""
+"""Products by double backward, H z = d(g . z) / d theta or Gauss-Newton's, which works for every model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from adahessian.base.dtypes import accumulation_dtype
-from adahessian.base.errors import CurvatureError, explain
-from adahessian.hessian.graph import check_twice_differentiable
+from adahessian.base.errors import CurvatureError
+from adahessian.hessian.gauss_newton import GaussNewton, linearize
+from adahessian.hessian.graph import check_loss, check_twice_differentiable, differentiate
 from adahessian.hessian.isolation import Forward, isolated
 
 # draw(probe, out=None) returns Rademacher signs in the shapes and dtypes of the parameters, in ``out`` if given.
@@ -53,26 +54,31 @@ def double_backward(
         CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
     """
     with isolated(model, substitutes or {}, request.params, keep_buffers=keep_buffers), torch.enable_grad():
-        loss = loss_fn(model, batch)
-        _check_loss(loss)
-        if check_graph:
-            check_twice_differentiable([loss], of_loss=True)
-        gradients = _differentiate([loss], request.params, create_graph=True)
+        multiply: Any = differentiate
+        if isinstance(loss_fn, GaussNewton):
+            loss, gradients, multiply = linearize(loss_fn, model, batch, request.params, check_graph=check_graph)
+        else:
+            loss = loss_fn(model, batch)
+            check_loss(loss)
+            if check_graph:
+                check_twice_differentiable([loss], of_loss=True)
+            gradients = differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
         if all(gradient is None for gradient in gradients):
             raise CurvatureError(
                 "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model that the "
                 "optimizer trains."
             )
-        probes, products = products_of(gradients, request.params, request.draw, request.num_probes)
+        probes, products = products_of(gradients, request, multiply)
     return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
 
 
 def products_of(
-    gradients: Sequence[Tensor | None], params: Sequence[Tensor], draw: Draw, num_probes: int
+    gradients: Sequence[Tensor | None], request: Request, multiply: Any = differentiate
 ) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
     """Draw the probes, compute H z for each probe, as in :class:`Derivatives`, and free the graph after the last one.
 
-    The gradients carry their graph. A gradient without a graph is constant, so its products are zero.
+    The gradients carry their graph. A gradient without a graph is constant, so its products are zero. ``multiply``
+    computes H z from gradients, parameters and z.
 
     Raises:
         CurvatureError: If an operation in the graph has no second derivative.
@@ -80,41 +86,20 @@ def products_of(
     """
     for gradient in gradients:
         reject_sparse(gradient)
-    curved = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None and gradient.requires_grad}
-    inputs = [params[i] for i in curved]
     probes: list[list[Tensor]] = []
     products: list[list[Tensor | None]] = []
-    for probe in range(num_probes):
-        z = draw(probe)
-        along = [z[i] for i in curved]
-        found: dict[int, Tensor | None] = {}
-        if curved:
-            hz = _differentiate([*curved.values()], inputs, along, retain_graph=probe + 1 < num_probes)
-            found = dict(zip(curved, hz, strict=True))
+    for probe in range(request.num_probes):
+        z = request.draw(probe)
+        hz = multiply(gradients, request.params, z, retain_graph=probe + 1 < request.num_probes)
         probes.append(z)
-        products.append(
-            [
-                None if gradient is None else _in_wide_dtype(found.get(i), param)
-                for i, (gradient, param) in enumerate(zip(gradients, params, strict=True))
-            ]
-        )
+        products.append([_in_wide_dtype(*each) for each in zip(gradients, hz, request.params, strict=True)])
     return probes, products
 
 
-def _differentiate(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], along: Sequence[Tensor] | None = None, **options: bool
-) -> tuple[Tensor | None, ...]:
-    try:
-        return torch.autograd.grad(outputs, inputs, along, allow_unused=True, **options)
-    except RuntimeError as error:
-        raise explain(error) from error
-
-
-def _in_wide_dtype(product: Tensor | None, param: Tensor) -> Tensor:
-    if product is not None and product.dtype in (torch.float32, torch.float64):
-        return product
-    dtype = accumulation_dtype(param.dtype)
-    return torch.zeros_like(param, dtype=dtype) if product is None else product.to(dtype)
+def _in_wide_dtype(gradient: Tensor | None, product: Tensor | None, param: Tensor) -> Tensor | None:
+    if gradient is None:
+        return None
+    return (torch.zeros_like(param) if product is None else product).to(accumulation_dtype(param.dtype))
 
 
 def reject_sparse(gradient: Tensor | None) -> None:
@@ -123,19 +108,4 @@ def reject_sparse(gradient: Tensor | None) -> None:
         raise RuntimeError(
             "AdaHessian does not support sparse gradients. Create the embedding with sparse=False, or train it with "
             "Adagrad by passing adahessian.param_groups(model, sparse_lr=0.01) to AdaHessian."
-        )
-
-
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor):
-        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return only the loss, as a tensor.")
-    if loss.numel() != 1 or loss.is_complex():
-        raise CurvatureError(
-            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
-            "by reducing the loss with .mean()."
-        )
-    if not loss.requires_grad:
-        raise CurvatureError(
-            "loss_fn returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
-            "torch.inference_mode(), .detach() or .item(), and let at least one parameter require a gradient."
         )
