@@ -87,7 +87,15 @@ def convolution() -> Training:
             nn.Linear(16, 3),
         )
     )
-    optimizer = AdaHessian(param_groups(model, weight_decay=0.01, decay_bias_and_norm=False), lr=0.03, eps=1e-2)
+    named = dict(model.named_parameters())
+    # The groups of param_groups, without one of its own for the grouped convolution: their order decides the probes.
+    groups = [
+        {"params": [named["0.weight"], named["3.weight"]], "averaging": "kernel", "weight_decay": 0.01},
+        {"params": [named["0.bias"]], "averaging": "kernel", "weight_decay": 0.0},
+        {"params": [named[name] for name in ("1.weight", "1.bias", "5.bias")], "weight_decay": 0.0},
+        {"params": [named["5.weight"]], "weight_decay": 0.01},
+    ]
+    optimizer = AdaHessian(groups, lr=0.03, eps=1e-2)
     return train(model, optimizer, (8, 2, 6, 6), batch_fraction=0.5)
 
 
