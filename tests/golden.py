@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adahessian import AdaHessian, Curvature, param_groups
+from adahessian import AdaHessian, Curvature
 
 STORED = Path(__file__).with_suffix(".npz")
 STEPS = 20

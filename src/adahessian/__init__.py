@@ -8,13 +8,11 @@ if TYPE_CHECKING:
     from adahessian.curvature import Curvature
     from adahessian.diagnostics import diagnose
     from adahessian.groups import param_groups
-    from adahessian.hessian.gauss_newton import GaussNewton
     from adahessian.kron import AdaHessianKron
     from adahessian.optimizer import AdaHessian
     from adahessian.training_step import TrainingStep
 
-__all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "GaussNewton", "TrainingStep"]
-__all__ += ["diagnose", "param_groups"]
+__all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -22,7 +20,6 @@ _MODULES = {
     "AdaHessianKron": "kron",
     "Curvature": "curvature",
     "CurvatureError": "base.errors",
-    "GaussNewton": "hessian.gauss_newton",
     "TrainingStep": "training_step",
     "diagnose": "diagnostics",
     "param_groups": "groups",

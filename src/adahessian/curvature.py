@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -22,7 +21,6 @@ from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
-from adahessian.hessian.gauss_newton import GaussNewton
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
 from adahessian.parallel.fsdp import gathered
@@ -43,7 +41,6 @@ class Curvature(Generic[Model]):
     Args:
         model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
-            Pass an :class:`adahessian.GaussNewton` to measure Gauss-Newton products.
         optimizer: The optimizer that uses the curvature and knows when it is due.
         batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None is 1 for AdaHessian and 0.25
             for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without a
@@ -112,11 +109,7 @@ class Curvature(Generic[Model]):
         self.scaler = scaler
         self._loss_scale: LossScale | None = None
         if scaler is not None and scaler.is_enabled():
-            if isinstance(loss_fn, GaussNewton):
-                self._loss_scale = LossScale(loss_fn.loss, scaler)
-                loss_fn = replace(loss_fn, loss=self._loss_scale)
-            else:
-                self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
+            self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
         self.engine = Engine(self.model, loss_fn, compile=compile, product_dtype=product_dtype)
         self._register_hook()
 

@@ -1,4 +1,4 @@
-"""Products as one compiled function. By forward over reverse, H z is the derivative of the gradient along z."""
+"""H z as one compiled function, by forward over reverse: the derivative of the gradient along z."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from adahessian.base.dtypes import accumulation_dtype
 from adahessian.hessian.attention import plain_attention
 from adahessian.hessian.batch_norm import batch_norm_forward
 from adahessian.hessian.double_backward import Derivatives, Request
-from adahessian.hessian.gauss_newton import GaussNewton, functional_product
 from adahessian.hessian.isolation import Forward, isolated, random_state_kept
 
 _SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys((_BatchNorm.forward, nn.SyncBatchNorm.forward), batch_norm_forward)
@@ -85,7 +84,7 @@ class CompiledPass:
 
 
 class _FunctionalLoss(nn.Module):
-    """``loss_fn(model, batch)``, or the outputs of a :class:`GaussNewton`, with the parameters as arguments."""
+    """``loss_fn(model, batch)`` with the parameters as arguments."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], params: Sequence[Tensor]) -> None:
         super().__init__()
@@ -93,27 +92,18 @@ class _FunctionalLoss(nn.Module):
         names = {id(param): name for name, param in self.named_parameters()}
         self.names = [names[id(param)] for param in params]
 
-    def forward(self, batch: Any) -> tuple[Any, _Buffers]:
-        """Return the result and the buffers after the pass, which the model may have replaced with other tensors."""
-        function = self.loss_fn.outputs if isinstance(self.loss_fn, GaussNewton) else self.loss_fn
-        return function(self.model, batch), dict(self.named_buffers())
+    def forward(self, batch: Any) -> tuple[Tensor, _Buffers]:
+        """Return the loss and the buffers after the pass, which the model may have replaced with other tensors."""
+        return self.loss_fn(self.model, batch), dict(self.named_buffers())
 
     def derivatives(self, params: Sequence[Tensor], buffers: _Buffers, probe: Sequence[Tensor], batch: Any) -> _Found:
-        def result_at(params: Sequence[Tensor]) -> tuple[Any, _Buffers]:
+        def loss_at(params: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, _Buffers]]:
             arguments = dict(zip(self.names, params, strict=True))
             arguments.update((name, buffer.clone()) for name, buffer in buffers.items())
-            result, after = functional_call(self, arguments, (batch,))
-            return result, {name: after[name] for name in buffers}
+            loss, after = functional_call(self, arguments, (batch,))
+            return loss.squeeze(), (loss, {name: after[name] for name in buffers})
 
-        def loss_at(params: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, _Buffers]]:
-            loss, after = result_at(params)
-            return loss.squeeze(), (loss, after)
-
-        found: Any = (
-            functional_product(self.loss_fn, result_at, list(params), list(probe), batch)
-            if isinstance(self.loss_fn, GaussNewton)
-            else jvp(grad(loss_at, has_aux=True), (list(params),), (list(probe),), has_aux=True)
-        )
+        found: Any = jvp(grad(loss_at, has_aux=True), (list(params),), (list(probe),), has_aux=True)
         gradients, products, (loss, after) = found
         return loss, gradients, [product.to(accumulation_dtype(product.dtype)) for product in products], after
 

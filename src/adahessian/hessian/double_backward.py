@@ -1,4 +1,4 @@
-"""Products by double backward, H z = d(g . z) / d theta or Gauss-Newton's, which works for every model."""
+"""H z by double backward, d(g . z) / d theta, which works for every model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.errors import CurvatureError
-from adahessian.hessian.gauss_newton import GaussNewton, linearize
 from adahessian.hessian.graph import check_loss, check_twice_differentiable, differentiate
 from adahessian.hessian.isolation import Forward, isolated
 
@@ -54,31 +53,26 @@ def double_backward(
         CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
     """
     with isolated(model, substitutes or {}, request.params, keep_buffers=keep_buffers), torch.enable_grad():
-        multiply: Any = differentiate
-        if isinstance(loss_fn, GaussNewton):
-            loss, gradients, multiply = linearize(loss_fn, model, batch, request.params, check_graph=check_graph)
-        else:
-            loss = loss_fn(model, batch)
-            check_loss(loss)
-            if check_graph:
-                check_twice_differentiable([loss], of_loss=True)
-            gradients = differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
+        loss = loss_fn(model, batch)
+        check_loss(loss)
+        if check_graph:
+            check_twice_differentiable([loss], of_loss=True)
+        gradients = differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
         if all(gradient is None for gradient in gradients):
             raise CurvatureError(
                 "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model that the "
                 "optimizer trains."
             )
-        probes, products = products_of(gradients, request, multiply)
+        probes, products = products_of(gradients, request)
     return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
 
 
 def products_of(
-    gradients: Sequence[Tensor | None], request: Request, multiply: Any = differentiate
+    gradients: Sequence[Tensor | None], request: Request
 ) -> tuple[list[list[Tensor]], list[list[Tensor | None]]]:
     """Draw the probes, compute H z for each probe, as in :class:`Derivatives`, and free the graph after the last one.
 
-    The gradients carry their graph. A gradient without a graph is constant, so its products are zero. ``multiply``
-    computes H z from gradients, parameters and z.
+    The gradients carry their graph. A gradient without a graph is constant, so its products are zero.
 
     Raises:
         CurvatureError: If an operation in the graph has no second derivative.
@@ -90,7 +84,7 @@ def products_of(
     products: list[list[Tensor | None]] = []
     for probe in range(request.num_probes):
         z = request.draw(probe)
-        hz = multiply(gradients, request.params, z, retain_graph=probe + 1 < request.num_probes)
+        hz = differentiate(gradients, request.params, z, retain_graph=probe + 1 < request.num_probes)
         probes.append(z)
         products.append([_in_wide_dtype(*each) for each in zip(gradients, hz, request.params, strict=True)])
     return probes, products

@@ -16,7 +16,6 @@ from adahessian.hessian.check import UnusableError, compare, reason
 from adahessian.hessian.compiled import CompiledPass
 from adahessian.hessian.convolution import conv_forward
 from adahessian.hessian.double_backward import Derivatives, Request, double_backward
-from adahessian.hessian.gauss_newton import GaussNewton
 from adahessian.hessian.isolation import Forward, random_state_kept
 from adahessian.hessian.lstm import lstm_forward
 
@@ -135,8 +134,7 @@ class Engine:
             except UnusableError as error:
                 self._do_without_compiler(str(error), warn_once)
                 return None
-            how = "Gauss-Newton products" if isinstance(self._loss_fn, GaussNewton) else "forward over reverse"
-            self._describe(f"compiled {how}, {words}", info_once)
+            self._describe(f"compiled forward over reverse, {words}", info_once)
         try:
             return self._compiled(batch, request, keep_buffers)
         except torch.OutOfMemoryError:

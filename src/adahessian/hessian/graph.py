@@ -31,18 +31,18 @@ def differentiate(
         raise explain(error) from error
 
 
-def check_loss(loss: object, name: str = "loss_fn") -> None:
-    """Raise a CurvatureError, which names the function that returned the loss, unless it is a scalar with a graph."""
+def check_loss(loss: object) -> None:
+    """Raise a CurvatureError unless a loss is a real scalar with a graph."""
     if not isinstance(loss, Tensor):
-        raise CurvatureError(f"{name} returned a {type(loss).__name__}. Return only the loss, as a tensor.")
+        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return only the loss, as a tensor.")
     if loss.numel() != 1 or loss.is_complex():
         raise CurvatureError(
-            f"{name} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
+            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
             "by reducing the loss with .mean()."
         )
     if not loss.requires_grad:
         raise CurvatureError(
-            f"{name} returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
+            "loss_fn returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
             "torch.inference_mode(), .detach() or .item(), and let at least one parameter require a gradient."
         )
 
