@@ -26,7 +26,7 @@ def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probe
         """The inverse root of the rows' factor, from the products of all measurements, block by block."""
         length, other = products[0][0].shape
         factor = mean([sum(y @ y.T for y in of_one) / num_probes for of_one in products], beta2) / other
-        delta = min(1.0, max(3 / len(products), damping)) * np.trace(factor) / length
+        delta = max(1 / len(products), damping) * np.trace(factor) / length
         result, size = np.zeros_like(factor), math.ceil(length / math.ceil(length / options["block_size"]))
         for block in (slice(i, i + size) for i in range(0, length, size)):
             values, vectors = np.linalg.eigh(factor[block, block])
@@ -52,7 +52,7 @@ def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probe
                 u = root(products) @ m @ root([[y.T for y in of_one] for of_one in products])
             rms = np.linalg.norm(u) / u.size**0.5
             signal = np.linalg.norm(m) / np.sqrt(mean([np.sum(g[i] ** 2) for g in gradients], 0.99))
-            scales = signal * np.abs(m).sum() / np.sum(m * u), signal / rms, 1 / rms
+            scales = signal * np.abs(m).sum() / np.sum(m * u), signal / rms, 10**0.5 / rms
             limits.add(np.argsort(scales)[1])  # which of the three counts
             parts[i] = (1 - lr * decay) * parts[i] - lr * min(max(scales[:2]), scales[2]) * u.ravel()
         theta = np.concatenate(parts)

@@ -35,11 +35,12 @@ class AdaHessianKron(AdaHessian):
             && \text{Newton's step up to its length} \\
         \theta_t &= \theta_{t-1} - \eta \, (c_t u_t + \lambda \theta_{t-1}) && \text{step, decoupled weight decay}
 
-    The scale :math:`c_t` matches the gain of AdamW's step, so AdamW's learning rate, decay and schedule apply as they
-    are. Measure with :class:`adahessian.Curvature`, which takes a quarter of each batch unless told otherwise. Kernels
-    count as matrices of (out, in x kernel). :func:`adahessian.param_groups` finds embedding tables, whose rows get a
-    diagonal, stacks of matrices, and grouped or transposed convolutions. Each matrix of a stack has its own scale.
-    Vectors keep mean squares of their elements. With FSDP2, blocks of rows are also cut where shards begin.
+    The scale :math:`c_t` matches the gain and the length of AdamW's step, so AdamW's learning rate, decay and schedule
+    apply as they are. Measure with :class:`adahessian.Curvature`, which takes a quarter of each batch unless told
+    otherwise. Kernels count as matrices of (out, in x kernel). :func:`adahessian.param_groups` finds embedding tables,
+    whose rows get a diagonal, stacks of matrices, and grouped or transposed convolutions. Each matrix of a stack has
+    its own scale. Vectors keep mean squares of their elements. With FSDP2, blocks of rows are also cut where shards
+    begin.
 
     Args:
         params: Parameters, named parameters or groups. Complex parameters are not supported, nor are grouped or
@@ -49,8 +50,8 @@ class AdaHessianKron(AdaHessian):
             measurement.
         weight_decay: Decoupled weight decay :math:`\lambda`, as in AdamW.
         block_size: Largest number of rows or columns that share a factor. Longer dimensions are cut into blocks.
-        damping: Least damping :math:`\delta`, relative to the mean eigenvalue. It is 3 / n after n measurements, at
-            most 1 and at least this.
+        damping: Least damping :math:`\delta`, relative to the mean eigenvalue. It is 1 / n after n measurements, and
+            at least this.
         curvature_every: Number of steps from one measurement to the next.
         curvature_warmup: Number of initial steps that always measure.
         num_probes: Number of Hessian-vector products per measurement. Their outer products are averaged.

@@ -220,6 +220,22 @@ def test_the_first_step_is_as_long_as_adamws_whatever_the_units(shape, curvature
     assert 0.5 < rms <= 1.0001, rms
 
 
+@pytest.mark.parametrize("soft", [1.0, 1e4])
+def test_no_update_is_longer_than_adamws_can_be(soft):
+    """Directions without curvature would need a far longer step for AdamW's gain."""
+    shape, momentum = rotation(100, 1), torch.full((100, 1), 1e-3, dtype=torch.float64)
+    momentum[0] = 1.0
+    stored = state_of(shape)
+    stored[2].copy_(torch.diag(torch.tensor([1.0] + [soft] * 99)))
+    stored[3].fill_(1.0)
+    stored[-1].fill_(0.01 * momentum.square().sum())
+    update = rotated_update(0.1 * momentum, shape, stored, 1, 0.9)
+    gain = momentum.sum() / (momentum * rotate(shape, momentum, stored)).sum()
+    wanted = gain * rotate(shape, momentum, stored).square().mean().sqrt()
+    assert update.square().mean().sqrt() == pytest.approx(max(1.0, min(wanted.item(), 10**0.5)))
+    assert (wanted > 10**0.5) == (soft > 1)
+
+
 # Parameters together -------------------------------------------------------------------------------------------------
 
 SHAPES = [(6, 4), (5,), (4, 6), (6, 4), (4, 2, 3), (3, 4, 6), (5,), (), (7, 1), (6, 4), (0, 3)]

@@ -34,6 +34,7 @@ from adahessian.algorithm.update import decay_weights
 # Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
 _BETA_SIGNAL = 0.99
+_LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
 _ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 
@@ -371,10 +372,10 @@ def refresh_roots(
 ) -> None:
     """Compute the inverse roots of all factors, many of one size at once.
 
-    The damping is relative to the mean eigenvalue. After n measurements it is 3 / n, at most 1 and at least ``least``,
-    because the factors of few measurements are unreliable. Roots stay where the measurement was not finite.
+    The damping is relative to the mean eigenvalue. After n measurements it is 1 / n and at least ``least``, because the
+    factors of few measurements are unreliable. Roots stay where the measurement was not finite.
     """
-    dampings = (3 / measurements.clamp(min=1)).clamp(min=least, max=1.0)
+    dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
     waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
     cuts = [(family, key, cut) for family in families for key, cut in enumerate(family.form.cuts[:2]) if cut]
     wholes: dict[tuple[Family, int], Tensor] = {}
@@ -544,17 +545,17 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: flo
     .. math::
         s = \frac{|\hat m|}{\sqrt{\overline{|g|^2}}}, \quad
         c = \min\Big(\max\Big(\frac{s \, |m|_1}{\langle m, u \rangle}, \frac{s}{\mathrm{rms}(u)}\Big),
-        \frac{1}{\mathrm{rms}(u)}\Big)
+        \frac{0.1}{\sqrt{0.001} \, \mathrm{rms}(u)}\Big)
 
     A step of AdamW lowers the loss by about :math:`\eta s |m|_1`, and its root mean square is about s. The scale c
-    matches the larger of both, so AdamW's learning rate applies, and no update is longer than AdamW's longest.
+    matches the larger of both, so AdamW's learning rate applies. No update is longer than AdamW's can be.
     """
     t = family.spread(number) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes
     signal = m_norm / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + _TINY)
     gain = signal * m_sum / (inner + _TINY)
-    longest = 1 / (u_norm / moved.clamp(min=1).sqrt() + _TINY)
-    return torch.maximum(gain, signal * longest).minimum(longest)
+    one = 1 / (u_norm / moved.clamp(min=1).sqrt() + _TINY)  # the scale for a root mean square of 1
+    return torch.maximum(gain, signal * one).minimum(_LONGEST * one)
 
 
 def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float) -> Tensor:
