@@ -25,7 +25,7 @@ from adahessian.algorithm.kronecker import (
     take_rotated_steps,
 )
 from adahessian.algorithm.probes import draw_like, probe_key
-from adahessian.algorithm.shapes import Blocks, Estimate, denominators, hutchinson, views
+from adahessian.algorithm.shapes import Blocks, Estimate, hutchinson
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.dtypes import as_real
@@ -218,8 +218,11 @@ class Bucket:
         if self.is_complex:
             lists = [list(map(as_real, each)) for each in lists]
         # Views are recreated, because users may replace the memory of a parameter.
-        params, grads, exp_avgs = views(self.shapes, *lists)
-        take_step(params, grads, exp_avgs, denominators(self.shapes, self._stored, power, eps), **scales)
+        lists = [[shape.view(each) for shape, each in zip(self.shapes, tensors, strict=True)] for tensors in lists]
+        pairs = zip(self.shapes, self._stored, strict=True)
+        lists.append([shape.denominator(stored, power, eps) for shape, stored in pairs])
+        params, grads, exp_avgs, denominators = lists
+        take_step(params, grads, exp_avgs, denominators, **scales)
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""

@@ -234,18 +234,6 @@ class Factored(Diagonal):
         return tuple(range(1, len(self.shape)))
 
 
-def views(shapes: Sequence[Diagonal], *lists: Sequence[Tensor]) -> list[list[Tensor]]:
-    """View the tensors of each list by their curvature shapes."""
-    return [[shape.view(tensor) for shape, tensor in zip(shapes, each, strict=True)] for each in lists]
-
-
-def denominators(
-    shapes: Sequence[Diagonal], stored: Sequence[Sequence[Tensor]], power: float, eps: float
-) -> list[Tensor]:
-    """Compute the denominator of each parameter."""
-    return [shape.denominator(tensors, power, eps) for shape, tensors in zip(shapes, stored, strict=True)]
-
-
 def hutchinson(probes: Sequence[Tensor] | None, products: Sequence[Tensor], *, signed: bool) -> Tensor:
     r"""Estimate the Hessian diagonal, :math:`D = \overline{z \odot (H z)}`, the mean over the probes.
 
