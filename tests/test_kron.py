@@ -180,6 +180,34 @@ def test_rows_of_a_table_that_do_not_occur_only_decay():
     assert (model[0].weight - start)[[1, 2, 4]].abs().min() > 1e-4
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.gate = nn.Embedding(6, 4), nn.Linear(4, 1)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        x = self.words(x)
+        return self.head(x.tanh() * self.gate(x))
+
+
+def test_a_tied_embedding_is_one_table_and_a_single_row_is_a_matrix():
+    torch.manual_seed(0)
+    model, words = Tied(), torch.arange(6)
+    optimizer = AdaHessianKron(adahessian.param_groups(model), lr=0.01)
+
+    def loss(m, words):
+        return nn.functional.cross_entropy(m(words), words.roll(1))
+
+    before = loss(model, words).item()
+    steps(model, optimizer, loss, 30, words)
+    assert loss(model, words) < before - 0.2
+    shapes = [tuple(optimizer.state[each]["left_factor"].shape) for each in (model.words.weight, model.gate.weight)]
+    assert shapes == [(6, 1), (1, 1)]
+    assert len(optimizer.state) == 3
+
+
 def test_sparse_tables_take_adagrad():
     model = nn.Sequential(nn.EmbeddingBag(6, 4, sparse=True), nn.Linear(4, 3))
     optimizer, start = AdaHessianKron(adahessian.param_groups(model, sparse_lr=0.1)), copy.deepcopy(model)
