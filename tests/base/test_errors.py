@@ -13,6 +13,7 @@ from adahessian.base.errors import CurvatureError, explain, first_line
     [
         ("derivative for '_flash_attention_backward' is not implemented", "SDPBackend.MATH"),
         ("derivative for 'aten::_cudnn_rnn_backward' is not implemented", r"_cudnn_rnn_backward cannot.*cudnn\.flags"),
+        ("Trying to backward through a.b but no autograd formula was registered", r"^a\.b cannot"),
         ("torch.compile with aot_autograd does not currently support double backward", "compiled models"),
         ("compiled with non-empty donated buffers which requires create_graph=False", "compiled models"),
         ("Trying to backward through the graph a second time", "create_graph"),

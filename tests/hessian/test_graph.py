@@ -1,10 +1,13 @@
 """Operations whose second derivative is silently wrong are found in graphs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from adahessian import AdaHessian, Curvature
 from adahessian.base.errors import CurvatureError
 from adahessian.hessian.graph import check_twice_differentiable
 
@@ -79,6 +82,42 @@ def test_gradients_of_norms_are_normal_in_gradients():
     (gradient,) = torch.autograd.grad(of_once_kept(layer), layer.weight, create_graph=True)
     with pytest.raises(CurvatureError, match="once_differentiable"):
         check_twice_differentiable([gradient])
+
+
+class Fused(torch.autograd.Function):
+    """A square whose backward computes what autograd does not see, as a kernel of Triton."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.detach() ** 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (2 * g * x).detach()
+
+
+class Straight(torch.autograd.Function):
+    """Rounding whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize(("function", "is_hidden"), [(Fused, True), (Straight, False)])
+def test_a_gradient_without_a_graph_is_an_error_that_names_its_function(function, is_hidden):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    curvature = Curvature(
+        model, lambda m, x: m[1](function.apply(m[0](x))).square().mean(), AdaHessian(model.parameters())
+    )
+    with pytest.raises(CurvatureError, match=r"Fused .* a graph") if is_hidden else nullcontext():
+        assert curvature.measure(X)
 
 
 def of_once_kept(layer):

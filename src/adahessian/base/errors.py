@@ -46,7 +46,8 @@ def explain(error: RuntimeError) -> CurvatureError:
     if isinstance(error, (torch.OutOfMemoryError, CurvatureError)):
         raise error
     remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
-    named = re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented", str(error))
+    pattern = r"(?:derivative for '?(?:aten::)?|backward through )([\w.]+)'?(?: is not implemented| but no autograd)"
+    named = re.search(pattern, str(error))
     subject = f"{named.group(1)} cannot be differentiated twice" if named else "the loss cannot be differentiated"
     return CurvatureError(f"{subject} (torch: {first_line(error)}). {remedy}.")
 

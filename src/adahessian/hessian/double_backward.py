@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.errors import CurvatureError
-from adahessian.hessian.graph import check_loss, check_twice_differentiable, differentiate
+from adahessian.hessian.graph import check_loss, check_twice_differentiable, differentiate, watch_functions
 from adahessian.hessian.isolation import Forward, isolated
 
 # draw(probe, out=None) returns Rademacher signs in the shapes and dtypes of the parameters, in ``out`` if given.
@@ -57,6 +57,7 @@ def double_backward(
         check_loss(loss)
         if check_graph:
             check_twice_differentiable([loss], of_loss=True)
+            watch_functions(loss)
         gradients = differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
         if all(gradient is None for gradient in gradients):
             raise CurvatureError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,6 +69,22 @@ def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = Fal
         problem = _problem(node) if norm is None else _problem_of_norm(node, norm.group(1).lower())
         if problem is not None:
             raise CurvatureError(f"{problem}, or freeze the parameters before it.")
+
+
+def watch_functions(loss: Tensor) -> None:
+    """Let the backward of ``loss`` raise an error if a custom function hides its gradients from autograd."""
+
+    def check(name: str, gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+        found = [each.requires_grad for each in gradients if each is not None]
+        if found and not any(found) and any(each is not None and each.requires_grad for each in incoming):
+            raise CurvatureError(
+                f"{name} cannot be differentiated twice because its backward returns gradients without a graph, as a "
+                "fused kernel does. Replace it with ordinary operations, or freeze the parameters before it."
+            )
+
+    for node in _nodes([loss]):
+        if function := getattr(node, "_forward_cls", None):
+            node.register_hook(partial(check, function.__qualname__))
 
 
 def _problem(node: Node) -> str | None:
