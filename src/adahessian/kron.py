@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,14 +14,7 @@ from adahessian.base.shards import is_sharded, rows_cut_by
 from adahessian.optimizer import AdaHessian
 
 # Options of AdaHessian that Kronecker factors do not have.
-_WITHOUT_MEANING = {
-    "eps": 0.0,
-    "hessian_power": 1.0,
-    "averaging": "auto",
-    "signed": False,
-    "steady_start": False,
-    "fused": None,
-}
+_UNUSED = {"eps": 0.0, "hessian_power": 1.0, "averaging": "auto", "signed": False, "steady_start": False, "fused": None}
 
 
 class AdaHessianKron(AdaHessian):
@@ -103,7 +95,7 @@ class AdaHessianKron(AdaHessian):
             "maximize": maximize,
             "capturable": capturable,
         }
-        self._start(params, {**_WITHOUT_MEANING, **options})
+        self._start(params, {**_UNUSED, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. It is measured, with all others, at the next step.
@@ -112,7 +104,7 @@ class AdaHessianKron(AdaHessian):
             ValueError: If an option of the group is out of its range or belongs to AdaHessian only, or a parameter is
                 complex, or sharded across the rows of several matrices.
         """
-        for name, unused in _WITHOUT_MEANING.items() if isinstance(param_group, dict) else ():
+        for name, unused in _UNUSED.items() if isinstance(param_group, dict) else ():
             # adahessian.param_groups sets averaging to "kernel" or "row", for AdaHessian.
             if param_group.get(name, unused) not in (unused, "kernel", "row"):
                 raise ValueError(
@@ -152,16 +144,6 @@ class AdaHessianKron(AdaHessian):
                 f"The state of {changed} parameters was saved with shards that cut other blocks of their rows. The "
                 "next step measures these parameters anew."
             )
-
-    def set_curvature(
-        self, diagonal: Mapping[Tensor, Tensor], gradients: Mapping[Tensor, Tensor] | None = None
-    ) -> None:
-        """Raise, because Kronecker factors cannot be made of a diagonal.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError("diagonal is of no use to AdaHessianKron. Measure with adahessian.Curvature.")
 
 
 def _shards(group: Group) -> int:

@@ -186,9 +186,11 @@ class AdaHessian(Optimizer):
                 until it is measured. Without gradients, every block counts as measured.
 
         Raises:
-            TypeError: If ``diagonal`` is not a mapping.
+            TypeError: If ``diagonal`` is not a mapping, or this is an AdaHessianKron.
             ValueError: If a parameter does not belong to this optimizer, or a tensor does not have its shape.
         """
+        if "damping" in self.defaults:
+            raise TypeError("diagonal is of no use to AdaHessianKron. Measure with adahessian.Curvature.")
         if not isinstance(diagonal, Mapping):
             raise TypeError(f"diagonal is a {type(diagonal).__name__}. Pass a dict that maps parameters to tensors.")
         own = {param for param, _, _ in parameters_of(self.param_groups)}
