@@ -7,7 +7,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adahessian.base.errors import CurvatureError
-from adahessian.hessian import convolution
+from adahessian.hessian import convolution, lstm
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 4)
+
+    def forward(self, x):
+        return self.recurrent(x.unsqueeze(1))[0].squeeze(1)
 
 
 class Convolution(nn.Module):
@@ -17,6 +26,9 @@ class Convolution(nn.Module):
 
     def forward(self, x):
         return self.convolution(x.unsqueeze(1)).flatten(1).tanh()
+
+
+LAYERS = {"convolution": (Convolution, convolution, "_gradient"), "lstm": (LSTM, lstm, "_layers")}
 
 
 def energy(model, x):
@@ -96,10 +108,11 @@ LOSSES = [
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("times", [1, 2], ids=["used once", "used twice"])
-def test_gradients_within_the_loss_and_within_its_gradient(loss, times, monkeypatch):
-    calls, original = [], convolution._gradient
-    monkeypatch.setattr(convolution, "_gradient", lambda *args: (calls.append(args), original(*args))[1])
-    model = nn.Sequential(nn.Linear(3, 4), *[Convolution()] * times, nn.Linear(4, 2)).double()
+@pytest.mark.parametrize(("layer", "module", "name"), LAYERS.values(), ids=LAYERS)
+def test_gradients_within_the_loss_and_within_its_gradient(layer, module, name, loss, times, monkeypatch):
+    calls, original = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: (calls.append(args), original(*args))[1])
+    model = nn.Sequential(nn.Linear(3, 4), *[layer()] * times, nn.Linear(4, 2)).double()
     x = torch.randn(6, 3, dtype=torch.float64)
     torchs = derivatives(model, loss, x, substitutes={})
     assert not calls

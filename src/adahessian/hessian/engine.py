@@ -17,13 +17,15 @@ from adahessian.hessian.compiled import CompiledPass
 from adahessian.hessian.convolution import conv_forward
 from adahessian.hessian.double_backward import Derivatives, Request, double_backward
 from adahessian.hessian.isolation import Forward, random_state_kept
+from adahessian.hessian.lstm import lstm_forward
 
 # Compilation takes a minute or two, which does not pay off for models with fewer parameters.
 _WORTH_COMPILING = 100_000
 
-_SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys(
-    (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward), conv_forward
-)
+_SUBSTITUTES: dict[Forward, Forward] = {
+    **dict.fromkeys((nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward), conv_forward),
+    nn.LSTM.forward: lstm_forward,
+}
 
 
 class Engine:
