@@ -21,6 +21,7 @@ recurrence, :math:`\lambda = M^\top \lambda + v`. The gradient with respect to M
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,41 +35,36 @@ from adahessian.hessian.convolution import are_plain, is_transformed, without_au
 
 def lstm_forward(module: nn.LSTM, x: Any, state: Any = None) -> Any:
     """Compute ``module.forward(x, state)``. PyTorch computes packed sequences, projections and unbatched input."""
-    module._update_flat_weights()
-    params: list[Any] = module._flat_weights
     is_ordinary = isinstance(x, Tensor) and x.dim() == 3 and x.numel() > 0 and not module.proj_size
     if is_ordinary and x.shape[-1] == module.input_size and (state is None or len(state) == 2):
         batch = x.shape[0 if module.batch_first else 1]
-        shape = (module.num_layers * (2 if module.bidirectional else 1), batch, module.hidden_size)
+        weights: Any = module.all_weights
+        shape = (len(weights), batch, module.hidden_size)
         h_0, c_0 = (x.new_zeros(shape),) * 2 if state is None else state
-        if h_0.shape == c_0.shape == shape and are_plain(x, h_0, c_0, *params):
-            return _layers(module, x, h_0, c_0, params)
+        if h_0.shape == c_0.shape == shape and are_plain(x, h_0, c_0, *chain(*weights)):
+            return _layers(module, x, h_0, c_0, weights)
     return nn.LSTM.forward(module, x, state)
 
 
-def _layers(
-    module: nn.LSTM, x: Tensor, h_0: Tensor, c_0: Tensor, params: Sequence[Tensor]
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def _layers(module: nn.LSTM, x: Tensor, h_0: Tensor, c_0: Tensor, weights: Sequence[Sequence[Tensor]]) -> Any:
     directions = 2 if module.bidirectional else 1
-    per_layer = 4 if module.bias else 2
     x = x.transpose(0, 1) if module.batch_first else x
-    last_h, last_c = [], []
+    last = []
     for layer in range(module.num_layers):
         if layer and module.dropout and module.training:
             x = functional.dropout(x, module.dropout)
         outputs = []
         for direction in range(directions):
             number = layer * directions + direction
-            of_input, of_hidden, *biases = params[number * per_layer : (number + 1) * per_layer]
+            of_input, of_hidden, *biases = weights[number]
             gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None)
             gates = gates.flip(0) if direction else gates
             _, c, h = _Recurrence.apply(gates, of_hidden, h_0[number], c_0[number])  # type: ignore[no-untyped-call]
-            last_h.append(h[-1])
-            last_c.append(c[-1])
+            last.append((h[-1], c[-1]))
             # A copy, because users may write to the output.
             outputs.append(h[1:].flip(0) if direction else h[1:].clone())
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-    return x.transpose(0, 1) if module.batch_first else x, (torch.stack(last_h), torch.stack(last_c))
+    return x.transpose(0, 1) if module.batch_first else x, tuple(map(torch.stack, zip(*last, strict=True)))
 
 
 class _Recurrence(Function):
@@ -91,33 +87,30 @@ class _Recurrence(Function):
         return gates, c, h
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-        w, gates, c, h = ctx.saved_tensors
+    def backward(ctx: Any, by_gates: Tensor | None, by_c: Tensor | None, by_h: Tensor | None) -> tuple[Tensor, ...]:
+        w, gates, c, h = saved = ctx.saved_tensors
         i, f, z, o = gates.unbind(2)
         tanh_c = c[1:].tanh()
         k = torch.stack([z * i * (1 - i), c[:-1] * f * (1 - f), i * (1 - z * z), tanh_c * o * (1 - o)], 2)
         k_c = o * (1 - tanh_c * tanh_c)
-        by_gates, by_c, by_h = gradients
         if by_gates is not None:
             by_gates = by_gates * torch.stack([i * (1 - i), f * (1 - f), 1 - z * z, o * (1 - o)], 2)
-        alpha, gamma, eta = _solve(True, (k, k_c, f, w), (by_gates, by_c, by_h))
+        alpha, gamma, eta = _solve(True, (k, k_c, f, w), (by_gates, by_c, by_h), saved[1:])
         with without_autocast(w):
             return alpha.flatten(2), _weight_gradient(alpha, h), eta[0], gamma[0]
 
 
 def _solve(
-    is_adjoint: bool, factors: tuple[Tensor, ...], given: Sequence[Tensor | None]
+    backwards: bool, factors: Sequence[Tensor], given: Sequence[Tensor | None], results: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve for the gradients ``given`` of these results. None stands for zeros."""
     if is_transformed(*given):
         raise CurvatureError(
             "loss_fn computes gradients of an LSTM with torch.func.vmap or is_grads_batched=True. Compute them one "
             "after another."
         )
-    k, k_c, _, _ = factors
-    steps, batch, size = k_c.shape
-    shapes = k.shape, (steps + 1, batch, size), (steps + 1, batch, size)
-    filled = [k.new_zeros(shape) if each is None else each for each, shape in zip(given, shapes, strict=True)]
-    return _Solution.apply(is_adjoint, *factors, *filled)  # type: ignore[no-any-return, no-untyped-call]
+    filled = [torch.zeros_like(result) if g is None else g for g, result in zip(given, results, strict=True)]
+    return _Solution.apply(backwards, *factors, *filled)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Solution(Function):
@@ -150,7 +143,7 @@ class _Solution(Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # only once, because checkpointing allows no more
         factors, solution = saved[:4], saved[4:]
-        other = _solve(not ctx.backwards, factors, given)
+        other = _solve(not ctx.backwards, factors, given, solution)
         (alpha, gamma, eta), (l_alpha, l_gamma, l_eta) = (solution, other) if ctx.backwards else (other, solution)
         by_k = l_alpha * torch.stack([gamma[1:], gamma[1:], gamma[1:], eta[1:]], 2)
         with without_autocast(alpha):
