@@ -176,9 +176,8 @@ def test_tables_are_uploaded_only_when_an_address_changes(monkeypatch):
 
 def test_a_selection_is_the_same_for_some_parameters():
     step = Step()
-    tensors = tensors_for(step.params)
     chosen = (2, 5, 8)
-    selected = tensors.select(chosen)
+    selected = FusedTensors([step.params[i] for i in chosen], [BLOCKS[i] for i in chosen], chosen, signed=False)
     out = [torch.empty_like(step.params[i]) for i in chosen]
     selected.draw(out, probe_key(1, 2, 3))
     for i, signs in zip(chosen, out, strict=True):

@@ -40,8 +40,7 @@ class FusedTensors:
         from adahessian.algorithm import kernels  # Triton is optional, and slow to import
 
         self._kernels: Any = kernels
-        self._members = list(zip(params, shapes, positions, strict=True))
-        self._signed = signed
+        self._params, self._signed = params, signed
         self._device, self._dtype = params[0].device, params[0].dtype
         self._element = getattr(self._kernels.tl, str(self._dtype).removeprefix("torch."))
         self._forms = list(map(_FORM, params))
@@ -51,33 +50,22 @@ class FusedTensors:
         offsets = accumulate(self._counts, initial=0)
         rows = [
             [*_layout(param, shape, kernels.LANES.value), position, offset]
-            for (param, shape, position), offset in zip(self._members, offsets, strict=False)
+            for param, shape, position, offset in zip(params, shapes, positions, offsets, strict=False)
         ]
         self._rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self._layout = self._upload(self._rows)
         self._tables: dict[str, tuple[list[int], Tensor, Tensor, dict[str, bool]]] = {}
 
-    def select(self, chosen: Sequence[int]) -> FusedTensors:
-        """Return an instance for some of the parameters."""
-        params, shapes, positions = zip(*(self._members[i] for i in chosen), strict=True)
-        return FusedTensors(params, shapes, positions, signed=self._signed)
-
     def draw(self, out: Tensors, key: int) -> None:
-        """Fill tensors with signs, as :func:`adahessian.algorithm.probes.draw_like` does.
-
-        Raises:
-            ValueError: If a tensor is not contiguous or does not match its parameter. Nothing is written in that case.
-        """
+        """Fill contiguous tensors with signs, as :func:`adahessian.algorithm.probes.draw_like` does."""
         if list(map(_FORM, out)) != self._forms or not all(map(Tensor.is_contiguous, out)):
             raise ValueError("out does not match the parameters. Pass contiguous tensors of their shapes and dtype.")
         self._launch("draw", out, key=as_int64(key), ELEMENT=self._element)
 
     def reduce(self, diagonals: Tensors, gradients: Tensors | None) -> tuple[list[Tensor], Tensor]:
-        """Reduce diagonals to the stored values, as :meth:`Blocks.reduce` does.
+        """Reduce diagonals to the stored values, as :meth:`Blocks.reduce` does, and to one int32 flag per parameter.
 
-        Returns:
-            The magnitude of each block, or -1 if it took no part in the loss, and one int32 flag per parameter, which
-            is nonzero if a square is not finite.
+        A flag is nonzero if a square is not finite.
         """
         not_finite = torch.zeros(len(self._counts), dtype=torch.int32, device=self._device)
         flat = torch.empty(sum(self._counts), dtype=torch.float32, device=self._device)
@@ -96,8 +84,7 @@ class FusedTensors:
     def step(self, params: Tensors, grads: Tensors, exp_avgs: Tensors, rms: Tensors, **scalars: float) -> None:
         """Take one step, in place, as :func:`adahessian.algorithm.update.take_step` does.
 
-        For elements p, g, m and d of the lists, ``m += (g * gradient_scale - m) * momentum_weight``, and then
-        ``p = p * decay + step_scale * m / (d**power + eps)``. The other names are scalars, and all are required.
+        Required scalars are ``power`` and ``eps``, which make the denominators, and all those of ``take_step``.
         """
         grads = self._match(grads, self._dtype)  # copies must outlive the launch
         scalars = {name: float(value) for name, value in scalars.items()}
@@ -114,7 +101,7 @@ class FusedTensors:
             in_order = list(map(Tensor.stride, tensors)) == self._strides
         if in_order and set(map(_DTYPE, tensors)) == {dtype}:
             return tensors
-        return [_like(tensor, param, dtype) for tensor, (param, _, _) in zip(tensors, self._members, strict=True)]
+        return [_like(tensor, param, dtype) for tensor, param in zip(tensors, self._params, strict=True)]
 
     def _launch(self, kernel: str, *lists: Tensors, **arguments: Any) -> None:
         """Launch a kernel. Its table of addresses, one column per list, is rebuilt only if an address has changed."""
@@ -148,11 +135,7 @@ class FusedTensors:
 
 
 def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state: dict[str, Any] | None) -> bool:
-    """Return whether the kernels support a parameter, given its group, dtype and memory layout.
-
-    Raises:
-        RuntimeError: If the group has ``fused=True`` and the parameter is not on CUDA.
-    """
+    """Return whether the kernels support a parameter, given its group, dtype and memory layout."""
     wanted = group["fused"]
     if wanted is None:
         # The kernels need the learning rate and the step count on the host.

@@ -25,7 +25,7 @@ from adahessian.algorithm.kronecker import (
     take_rotated_steps,
 )
 from adahessian.algorithm.probes import draw_like, probe_key
-from adahessian.algorithm.shapes import Blocks, Estimate, hutchinson
+from adahessian.algorithm.shapes import Estimate, hutchinson
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.dtypes import as_real
@@ -45,11 +45,11 @@ Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
 class Bucket:
     """Parameters of one group that share device, dtype and implementation.
 
-    ``positions`` identify the parameters in probes. ``kernels`` are the fused kernels, if they support the parameters.
+    ``positions`` identify the parameters in probes. ``is_fused`` selects the fused kernels.
     """
 
     def __init__(
-        self, group: Group, params: list[Tensor], positions: list[int], state: States, kernels: FusedTensors | None
+        self, group: Group, params: list[Tensor], positions: list[int], state: States, *, is_fused: bool
     ) -> None:
         self.group = group
         self.params = params
@@ -61,7 +61,7 @@ class Bucket:
         self._gather = None if cut_by is None else partial(gather_over, *cut_by)
         self.is_complex = params[0].is_complex()
         self._positions = positions
-        self.kernels = kernels
+        self.kernels = FusedTensors(self.here, self.shapes, positions, signed=group["signed"]) if is_fused else None
         self._counts: dict[str, Tensor] = {}
         self._find_states(state)
 
@@ -94,8 +94,7 @@ class Bucket:
             if len(self._selections) >= _MOST_SELECTIONS:
                 self._selections.clear()
             params, positions = [self.params[i] for i in places], [self._positions[i] for i in places]
-            kernels = None if self.kernels is None else self.kernels.select(places)
-            self._selections[places] = Bucket(self.group, params, positions, state, kernels)
+            self._selections[places] = Bucket(self.group, params, positions, state, is_fused=self.kernels is not None)
         return self._selections[places]
 
     def draw(self, probe: int, out: Sequence[Tensor] | None) -> list[Tensor]:
@@ -109,11 +108,9 @@ class Bucket:
 
     def reduce(self, probes: Lists | None, products: Lists, gradients: Sequence[Tensor] | None) -> list[Estimate]:
         """Reduce probes and products to the values that this rank stores."""
-        is_cut = self.is_sharded and self._gather is None  # otherwise whole products give whole right factors
-        for prepare in (local_part,) * is_cut + (_as_real,) * self.is_complex:
-            probes = None if probes is None else [list(map(prepare, each, self.params)) for each in probes]
-            products = [list(map(prepare, each, self.params)) for each in products]
-            gradients = None if gradients is None else list(map(prepare, gradients, self.params))
+        probes = None if probes is None else list(map(self._prepare, probes))
+        products = list(map(self._prepare, products))
+        gradients = None if gradients is None else self._prepare(gradients)
         if self.families is not None:
             return reduce_rotations(self.families, products, gradients)
         of_params = list(zip(*products, strict=True))
@@ -134,6 +131,13 @@ class Bucket:
             Estimate(shape.steady(estimate.values, total), estimate.not_finite)
             for shape, estimate, total in zip(self.shapes, estimates, totals, strict=True)
         ]
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Take the parts of whole tensors that this rank reduces, and view complex tensors as real ones."""
+        if self.is_complex:
+            return list(map(as_real, tensors))
+        # Factors of cut matrices need whole products.
+        return list(map(local_part, tensors, self.params)) if self.is_sharded and self._gather is None else tensors
 
     def complete(self, places: Places, state: dict[Tensor, State]) -> None:
         """Create missing states of the parameters at these places, and keep each kind of count in one tensor."""
@@ -173,15 +177,14 @@ class Bucket:
 
     def _fold(self, estimates: Sequence[Estimate]) -> None:
         not_finite = torch.stack([estimate.not_finite for estimate in estimates]).bool()
-        weights = measurement_weight(self._count("measurements") + 1, float(self.group["betas"][1]))
+        measurements = self._count("measurements") + 1
+        weights = measurement_weight(measurements, float(self.group["betas"][1]))
         if self.kernels is not None:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
         elif self.families is not None:
             fold_rotations(self.families, self._stored, estimates, weights, not_finite)
-            measurements = self._count("measurements") + 1
-            damping = self.group["damping"]
-            refresh_roots(self.families, self._stored, measurements, damping, not_finite, self._gather)
+            refresh_roots(self.families, self._stored, measurements, self.group["damping"], not_finite, self._gather)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -218,11 +221,11 @@ class Bucket:
         if self.is_complex:
             lists = [list(map(as_real, each)) for each in lists]
         # Views are recreated, because users may replace the memory of a parameter.
-        lists = [[shape.view(each) for shape, each in zip(self.shapes, tensors, strict=True)] for tensors in lists]
+        params, grads, exp_avgs = (
+            [shape.view(each) for shape, each in zip(self.shapes, tensors, strict=True)] for tensors in lists
+        )
         pairs = zip(self.shapes, self._stored, strict=True)
-        lists.append([shape.denominator(stored, power, eps) for shape, stored in pairs])
-        params, grads, exp_avgs, denominators = lists
-        take_step(params, grads, exp_avgs, denominators, **scales)
+        take_step(params, grads, exp_avgs, [shape.denominator(each, power, eps) for shape, each in pairs], **scales)
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""
@@ -249,11 +252,7 @@ class Plan:
         self._places: dict[Places, list[tuple[Bucket, list[int]]]] = {}
 
     def refresh(self, groups: Sequence[Group], state: dict[Tensor, State]) -> None:
-        """Rebuild the plan if the groups or states have changed.
-
-        Raises:
-            RuntimeError: If a state does not fit its parameter.
-        """
+        """Rebuild the plan if groups or states have changed. Raise a RuntimeError if a state misfits its parameter."""
         look = list(map(_look, groups))
         self._state = state
         if look == self._look and all(bucket.is_current(state) for bucket in self.buckets):
@@ -285,12 +284,9 @@ class Plan:
                 None if gradients is None else [gradients[k] for k in numbers],
             )
             measurement.update(zip(bucket.params, estimates, strict=True))
-        sharded = [
-            param for bucket in self.buckets if bucket.is_sharded for param in bucket.params if param in measurement
-        ]
-        if sharded:
-            flags = agree([measurement[param].not_finite for param in sharded], sharded)
-            for param, flag in zip(sharded, flags, strict=True):
+        if any(bucket.is_sharded for bucket in self.buckets):
+            flags = agree([estimate.not_finite for estimate in measurement.values()], list(measurement))
+            for param, flag in zip(measurement, flags, strict=True):
                 measurement[param] = measurement[param]._replace(not_finite=flag)
         return measurement
 
@@ -350,18 +346,13 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
             )
         here = local(param)
         of_shard = {key: local(value) for key, value in known.items()} if known else None
-        fused = can_fuse(here, shape_here(param, group), group, of_shard)
-        key = (id(group), here.device, here.dtype, fused, _matrices_cut_by(param, group))
+        is_fused = can_fuse(here, shape_here(param, group), group, of_shard)
+        key = (id(group), here.device, here.dtype, _matrices_cut_by(param, group), is_fused)
         _, params, positions = found.setdefault(key, (group, [], []))
         params.append(param)
         positions.append(position)
-    for (*_, fused, _), (group, params, positions) in found.items():
-        kernels = None
-        if fused:
-            shards = list(map(local, params))
-            blocks = [shape for shard in shards if isinstance(shape := shape_of(shard, group), Blocks)]
-            kernels = FusedTensors(shards, blocks, positions, signed=group["signed"])
-        yield Bucket(group, params, positions, state, kernels)
+    for (*_, is_fused), (group, params, positions) in found.items():
+        yield Bucket(group, params, positions, state, is_fused=is_fused)
 
 
 def _matrices_cut_by(param: Tensor, group: Group) -> tuple[Any, int] | None:
@@ -373,10 +364,6 @@ def _matrices_cut_by(param: Tensor, group: Group) -> tuple[Any, int] | None:
 def _has_shape(param: Tensor) -> bool:
     """Return whether a parameter has a shape and strides, which lazy parameters and sparse layouts lack."""
     return param.layout is torch.strided and not is_lazy(param)
-
-
-def _as_real(tensor: Tensor, _: Tensor) -> Tensor:
-    return as_real(tensor)
 
 
 def _look(group: Group) -> tuple[Any, ...]:
