@@ -85,8 +85,7 @@ class Cut:
 
     def join(self, blocks: Tensor) -> Tensor:
         """From (..., blocks, size, k) to (..., here, k)."""
-        joined: Tensor = blocks.flatten(-3, -2)
-        return joined.narrow(-2, self.front, self.here)
+        return blocks.flatten(-3, -2).narrow(-2, self.front, self.here)
 
     def own(self, rows: Tensor) -> Tensor:
         """From (..., length, k) to (..., here, k)."""
@@ -105,11 +104,8 @@ class Vector:
     length: int
     part: Part = None
 
-    sizes = (-1,)
-    """The shape of a member, of which a shard may have only a part."""
-
-    cuts = (None, None)
-    """How each tensor of the state is cut into blocks."""
+    sizes = (-1,)  # the shape of a member, of which a shard may have only a part
+    cuts = (None, None)  # how each tensor of the state is cut into blocks
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
@@ -188,8 +184,7 @@ class Rotation(CurvatureShape):
     shape: tuple[int, ...]
     form: Form
     members: int = 1
-    transposed_groups: int = 0
-    """The groups of a transposed convolution, whose dimensions are (in, out / groups, *kernel)."""
+    transposed_groups: int = 0  # of a transposed convolution, whose dimensions are (in, out / groups, *kernel)
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
@@ -215,16 +210,6 @@ class Rotation(CurvatureShape):
         if isinstance(form, Matrix):
             return replace(self, shape=shape, form=replace(form, rows=replace(form.rows, part=(first, number))))
         return replace(self, shape=shape, form=replace(form, part=(first, number)))
-
-    @property
-    def marked(self) -> tuple[int, ...]:  # noqa: D102
-        return self.shape
-
-    def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
-        return product.ne(0).logical_or_(gradient.ne(0))
-
-    def spread(self, marks: Tensor) -> Tensor:  # noqa: D102
-        return marks
 
     def split(self, tensor: Tensor) -> Tensor:
         """Stack the members of a tensor of the parameter's shape."""

@@ -10,6 +10,7 @@ checkpoints, shards and diagnostics read ``stored`` and work with every shape.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -33,11 +34,9 @@ Total = Callable[[Tensor], Tensor]
 class Estimate(NamedTuple):
     """One measurement of a parameter."""
 
+    # For a diagonal, one tensor of magnitudes per entry of ``stored``, with UNTOUCHED where a block took no part.
     values: tuple[Tensor, ...]
-    """Magnitudes, one tensor per entry of ``stored``. Blocks that took no part in the loss are :data:`UNTOUCHED`."""
-
-    not_finite: Tensor
-    """Whether the square of any value is inf or NaN. If so, the whole measurement is dropped."""
+    not_finite: Tensor  # whether the square of any value is inf or NaN, which drops the whole measurement
 
 
 def here_alone(tensor: Tensor) -> Tensor:
@@ -63,19 +62,23 @@ class CurvatureShape(ABC):
     @property
     def marked(self) -> tuple[int, ...]:
         """The shape of the marks of :meth:`touched`."""
-        return next(iter(self.stored.values()))
+        return self.shape
 
-    @abstractmethod
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:
-        """Mark the blocks that took part in a loss. The marks are at most as large as the parameter."""
+        """Mark the elements, or the blocks of a diagonal, that took part in a loss."""
+        return product.ne(0).logical_or_(gradient.ne(0))
 
-    @abstractmethod
     def spread(self, marks: Tensor) -> Tensor:
         """Expand the marks of :meth:`touched` to the parameter's elements."""
+        return marks
 
 
 class Diagonal(CurvatureShape):
     """A curvature that divides the momentum element by element."""
+
+    @property
+    def marked(self) -> tuple[int, ...]:  # noqa: D102
+        return next(iter(self.stored.values()))
 
     def reduce(
         self,
@@ -97,10 +100,8 @@ class Diagonal(CurvatureShape):
         # A nonzero value already shows that the block took part. Checking this first is cheaper, but only on a CPU.
         if gradient is not None and not (first.device.type == "cpu" and first.all()):
             first = first.masked_fill(self.touched(diagonal, gradient).logical_not_(), UNTOUCHED)
-        not_finite = not_finite_in(first)
-        for values in rest:
-            not_finite = not_finite.logical_or(not_finite_in(values))
-        return Estimate((first, *rest), not_finite)
+        values = (first, *rest)
+        return Estimate(values, functools.reduce(torch.logical_or, map(not_finite_in, values)))
 
     @abstractmethod
     def _average(self, diagonal: Tensor, signed: bool, total: Total) -> tuple[Tensor, ...]:
@@ -108,8 +109,7 @@ class Diagonal(CurvatureShape):
 
     def steady(self, values: Sequence[Tensor], total: Total = here_alone) -> tuple[Tensor, ...]:
         r"""Average the squares with their mean over the tensor, :math:`(D^2 + \overline{D^2}) / 2`."""
-        first, *rest = values  # only the first can be sharded
-        return (_steadied(first, total), *(_steadied(each, here_alone) for each in rest))
+        return tuple(map(_steadied, values, (total, here_alone)))  # only the first can be sharded
 
     def view(self, elements: Tensor) -> Tensor:
         """View a tensor of the parameter's shape so that :meth:`denominator` broadcasts against it."""
@@ -156,7 +156,7 @@ class Blocks(Diagonal):
         return self._expand((rms if power == 1 else rms.pow(power)) + eps)
 
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
-        return self._over_blocks(product.ne(0).logical_or_(gradient.ne(0)), torch.any)
+        return self._over_blocks(super().touched(product, gradient), torch.any)
 
     def spread(self, marks: Tensor) -> Tensor:  # noqa: D102
         spread = torch.empty(self.shape, dtype=marks.dtype, device=marks.device)
@@ -224,7 +224,7 @@ class Factored(Diagonal):
         return (rms if power == 1 else rms.pow(power)).add_(eps)
 
     def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
-        return product.ne(0).logical_or_(gradient.ne(0)).any(dim=self._columns, keepdim=True)
+        return super().touched(product, gradient).any(dim=self._columns, keepdim=True)
 
     def spread(self, marks: Tensor) -> Tensor:  # noqa: D102
         return marks.expand(self.shape)
