@@ -17,7 +17,6 @@ from adahessian.base.dtypes import accumulation_dtype, as_real
 from adahessian.base.shards import gather
 from adahessian.optimizer import AdaHessian
 
-Values = dict[str, float]
 Reading = dict[str, Any]  # numbers, or one-element tensors that have not been read yet
 
 
@@ -146,9 +145,9 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
     return found
 
 
-def _summarize(readings: Sequence[Reading]) -> Values:
+def _summarize(readings: Sequence[Reading]) -> dict[str, float]:
     """Summarize the readings of some parameters."""
-    values: Values = {}
+    values: dict[str, float] = {}
     for what in ("grad_norm", "param_norm", "update_norm", "decay_norm"):
         if norms := [read[what] for read in readings if what in read]:
             values[what] = math.hypot(*norms)

@@ -40,17 +40,11 @@ class AdaHessianKron(AdaHessian):
         lr: Learning rate :math:`\eta`, AdamW's.
         betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the factors, the latter per
             measurement.
-        weight_decay: Decoupled weight decay :math:`\lambda`, as in AdamW.
         block_size: Largest number of rows or columns that share a factor. Longer dimensions are cut into blocks.
         damping: Least damping :math:`\delta`, relative to the mean eigenvalue. It is 1 / n after n measurements, and
             at least this.
-        curvature_every: Number of steps from one measurement to the next.
-        curvature_warmup: Number of initial steps that always measure.
         num_probes: Number of Hessian-vector products per measurement. Their outer products are averaged.
-        seed: Seed of the probes. No random generator is read or advanced.
-        maximize: Maximize the objective instead of minimizing it.
-        capturable: Keep the step count on the device, so that an ordinary step can be captured in a CUDA graph. Replays
-            do not count towards ``curvature_every``.
+        weight_decay, curvature_every, curvature_warmup, seed, maximize, capturable: As for :class:`AdaHessian`.
 
     Raises:
         ValueError: If an argument is out of its range.

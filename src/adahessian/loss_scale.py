@@ -82,11 +82,6 @@ def _not_finite(tensors: Iterable[Tensor | None], device: torch.device) -> Tenso
     return torch.stack(finite).logical_not().sum().float() if finite else torch.zeros((), device=device)
 
 
-def scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    """Return the factor by which a scaler multiplies losses, without a device sync."""
-    return scaler.scale(torch.ones((), device=device))
-
-
 def calling_scaler() -> GradScaler | None:
     """Return the scaler whose ``step`` is running, found on the call stack because it tells the optimizer nothing."""
     frame: FrameType | None = sys._getframe(1)

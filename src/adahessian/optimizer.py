@@ -21,7 +21,7 @@ from adahessian.base.shards import check_placement
 from adahessian.hessian.double_backward import Request, products_of, reject_sparse
 from adahessian.hessian.graph import check_twice_differentiable
 from adahessian.hessian.isolation import hooks_silenced
-from adahessian.loss_scale import calling_scaler, scale_of
+from adahessian.loss_scale import calling_scaler
 from adahessian.parallel.ranks import check_single_process
 
 
@@ -165,8 +165,6 @@ class AdaHessian(Optimizer):
             raise
         self._measurement = None  # it lacks the new group
 
-    # Measurements ----------------------------------------------------------------------------------------------------
-
     @property
     def curvature_due(self) -> bool:
         """Whether the next step still needs a measurement."""
@@ -243,8 +241,6 @@ class AdaHessian(Optimizer):
     def _measured_groups(self) -> list[Group]:
         return [group for group in self.param_groups if not group["sparse"]]
 
-    # The step --------------------------------------------------------------------------------------------------------
-
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -275,15 +271,17 @@ class AdaHessian(Optimizer):
         ready = {id(group) for group in self._measured_groups() if self._is_ready(group)}
         self._plan.refresh(self.param_groups, self.state)
 
-        measurement = self._measurement
-        self._plan.step(ready, measurement or {})
+        is_measured = self._measurement is not None
+        self._plan.step(ready, self._measurement or {})
         if ready:
             self._measurement = None
         for group in self.param_groups:
             if group["sparse"]:
                 step_sparse(group, self.state)
             elif id(group) in ready:
-                _count_step(group, measured=measurement is not None)
+                group["steps"] += 1
+                group["measurements"] += is_measured
+                group["staleness"] = 1 if is_measured else group["staleness"] + 1
         return loss
 
     def _check_gradients(self) -> None:
@@ -301,15 +299,14 @@ class AdaHessian(Optimizer):
         with_graph = [param for param in params if param.grad.requires_grad]
         if with_graph and self.curvature_due:
             check_single_process()
-            gradients = [param.grad for param in with_graph]
-            check_twice_differentiable(gradients)
+            check_twice_differentiable([param.grad for param in with_graph])
             request = self._begin_measurement()
             of_params = [param.grad for param in request.params]
             with hooks_silenced(request.params):
                 probes, products = products_of(of_params, request)
             if (scaler := calling_scaler()) is not None:
                 # Not in place, because autograd may return the same tensor for two parameters.
-                scale = scale_of(scaler, with_graph[0].device)
+                scale = scaler.scale(torch.ones((), device=with_graph[0].device))  # unlike get_scale, without a sync
                 products = [[p if p is None else p / scale.to(p.device) for p in each] for each in products]
             self._accept(request.params, probes, products, of_params)
         for param in with_graph:
@@ -319,15 +316,17 @@ class AdaHessian(Optimizer):
     def _warn_if_overdue(self) -> None:
         if self._measurement is not None or self._overdue_warned:
             return
-        overdue = next(filter(_is_overdue, self._measured_groups()), None)
-        if overdue is not None:
-            self._overdue_warned = True
-            warnings.warn(
-                f"The curvature is {overdue['staleness']} steps old, but curvature_every={overdue['curvature_every']}. "
-                "Before each step, call curvature.measure(batch) or "
-                "loss.backward(create_graph=optimizer.curvature_due).",
-                stacklevel=5,  # skips step and the two wrappers that PyTorch adds to it
-            )
+        for group in self._measured_groups():
+            # A due measurement has been missing for more than two intervals.
+            if group["measurements"] and group["staleness"] > 3 * group["curvature_every"]:
+                self._overdue_warned = True
+                warnings.warn(
+                    f"The curvature is {group['staleness']} steps old, but curvature_every={group['curvature_every']}. "
+                    "Before each step, call curvature.measure(batch) or "
+                    "loss.backward(create_graph=optimizer.curvature_due).",
+                    stacklevel=5,  # skips step and the two wrappers that PyTorch adds to it
+                )
+                return
 
     def _is_ready(self, group: Group) -> bool:
         """Return whether a group can step. Without any measurement, raise unless the step would move nothing."""
@@ -346,8 +345,6 @@ class AdaHessian(Optimizer):
             "optimizer.step(), or replace loss.backward() with loss.backward(create_graph=optimizer.curvature_due) "
             "(in a trainer, use adahessian.integrations)."
         )
-
-    # The state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict. Curvature averages and counts keep their own dtype.
@@ -381,15 +378,10 @@ class AdaHessian(Optimizer):
                     self.state[param]["step"] = state["step"].clone().to(device)
 
         # check runs after all other pre-hooks, and restore_dtypes runs before all other post-hooks.
-        handles = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore_dtypes, prepend=True),
-        )
-        try:
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(restore_dtypes, prepend=True)
+        with last, first:
             super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _match(self, state_dict: StateDict) -> Iterator[tuple[Tensor, Group, State]]:
         """Iterate over the parameters, each with its group and state from a state dict."""
@@ -420,17 +412,6 @@ def _is_due(group: Group) -> bool:
         or group["steps"] < group["curvature_warmup"]
         or group["staleness"] >= group["curvature_every"]
     )
-
-
-def _is_overdue(group: Group) -> bool:
-    """Return whether a due measurement has been missing for more than two intervals."""
-    return bool(group["measurements"] > 0 and group["staleness"] > 3 * group["curvature_every"])
-
-
-def _count_step(group: Group, *, measured: bool) -> None:
-    group["steps"] += 1
-    group["measurements"] += measured
-    group["staleness"] = 1 if measured else group["staleness"] + 1
 
 
 def _are_zero(gradients: Sequence[Tensor]) -> bool:

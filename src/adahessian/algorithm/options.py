@@ -14,11 +14,7 @@ from adahessian.algorithm.shapes import AVERAGINGS
 
 
 def validate(options: Mapping[str, Any]) -> None:
-    """Check every option of a parameter group.
-
-    Raises:
-        ValueError: If an option is out of range. The message names the option, its value and the valid values.
-    """
+    """Raise a ValueError if an option of a parameter group is out of range."""
     lr, betas, fused = options["lr"], options["betas"], options["fused"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Pass one value per group.")
@@ -26,13 +22,11 @@ def validate(options: Mapping[str, Any]) -> None:
         raise ValueError(f"lr={lr!r} is invalid. Pass a non-negative float or one-element tensor.")
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
         raise ValueError(f"betas={betas!r} is invalid. Pass two floats, each at least 0 and below 1.")
-    for name, most, allowed in (
-        ("eps", math.inf, "0 or more"),
-        ("weight_decay", math.inf, "0 or more"),
-        ("hessian_power", 1, "from 0 to 1"),
-    ):
-        if not (is_number(options[name]) and 0 <= options[name] <= most and math.isfinite(options[name])):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite number, {allowed}.")
+    for name in ("eps", "weight_decay"):
+        if not (is_number(options[name]) and 0 <= options[name] < math.inf):
+            raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite, non-negative number.")
+    if not (is_number(options["hessian_power"]) and 0 <= options["hessian_power"] <= 1):
+        raise ValueError(f"hessian_power={options['hessian_power']!r} is invalid. Pass a number from 0 to 1.")
     for name, least in (("block_size", 1), ("num_probes", 1), ("curvature_every", 1), ("curvature_warmup", 0)):
         if not (is_integer(options[name]) and options[name] >= least):
             raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer of at least {least}.")

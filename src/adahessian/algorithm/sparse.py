@@ -13,15 +13,9 @@ from torch.sparse import check_sparse_tensor_invariants
 
 from adahessian.algorithm.state import Group, State
 
-_EPS = 1e-10  # torch.optim.Adagrad's default
-
 
 def check_sparse_group(group: Group) -> None:
-    """Check that Adagrad can use the gradients of a group.
-
-    Raises:
-        RuntimeError: If the group has a sparse gradient and a weight decay.
-    """
+    """Raise a RuntimeError if a group has a sparse gradient and a weight decay."""
     for param in group["params"]:
         if param.grad is not None and param.grad.is_sparse and group["weight_decay"]:
             raise RuntimeError(
@@ -50,6 +44,6 @@ def step_sparse(group: Group, state: dict[Tensor, State]) -> None:
             lr=float(group["lr"]),
             weight_decay=float(group["weight_decay"]),
             lr_decay=0.0,
-            eps=_EPS,
+            eps=1e-10,  # torch.optim.Adagrad's default
             maximize=group["maximize"],
         )

@@ -115,13 +115,12 @@ def state_problem(state: State, param: Tensor, group: Group) -> str | None:
             f"state: the {sharded} of shape {tuple(param.shape)} is sharded over ranks, but its {whole} is not. Load "
             "the state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
         )
-    needed = {} if group["sparse"] else shape_of(param, group).stored
-    if not group["sparse"] and (other := {*CURVATURE_KEYS[:-2]} & state.keys() - needed.keys()):
+    expected = {"sum": param.shape} if group["sparse"] else {"exp_avg": param.shape, **shape_of(param, group).stored}
+    if other := {*CURVATURE_KEYS[:-2]} & state.keys() - expected.keys():
         return (
             f"state: {min(other)!r} of a parameter of shape {tuple(param.shape)} belongs to another averaging or "
             "optimizer. Keep the averaging that the state was saved with."
         )
-    expected = {"sum": param.shape} if group["sparse"] else {"exp_avg": param.shape, **needed}
     for key, shape in expected.items():
         if key in state and state[key].shape != shape:
             return (
