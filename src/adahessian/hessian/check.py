@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from adahessian.base.errors import first_line
 from adahessian.hessian.compiled import CompiledPass
-from adahessian.hessian.double_backward import Derivatives, Request, double_backward
+from adahessian.hessian.double_backward import Request, double_backward
 from adahessian.hessian.isolation import devices_of, random_state_kept
 
 # Largest errors relative to double backward: of all parameters together, and of a single parameter. A single error is
@@ -31,15 +31,11 @@ class UnusableError(Exception):
 
 
 def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded: bool) -> tuple[str, bool]:
-    """Compare a compiled product with double backward on a batch.
+    """Describe how close a compiled product is to double backward, and return whether another batch can change that.
 
     A random loss is compared with dropout off and without the compiler, which may draw random numbers in another order.
 
-    Returns:
-        A description of the result, and whether another batch can change it.
-
-    Raises:
-        UnusableError: If they disagree, or the compiled pass fails. Other errors come from the loss.
+    Raise an UnusableError if they disagree or the compiled pass fails. Other errors come from the loss.
     """
     model, loss_fn, request = compiled.model, compiled.loss_fn, request._replace(num_probes=1)
     with random_state_kept(model):
@@ -58,8 +54,11 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
             raise UnusableError(reason(error)) from error
     if exact is None:
         return "not compared with double backward, which does not fit into memory", False
-    if (problem := _problem(exact)) is not None:
-        return f"not compared with double backward yet: {problem}", True
+    if not exact.loss.isfinite().all():
+        return "not compared with double backward yet: the loss is not finite", True
+    products = [each for each in exact.products[0] if each is not None and each.numel()]
+    if products and not any(each.isfinite().all() for each in products):
+        return "not compared with double backward yet: the second derivatives are not finite", True
     if is_random:
         with random_state_kept(model), _without_dropout(model):
             before = _random_states(model)
@@ -95,11 +94,10 @@ def errors(
 
     Parameters whose expected product is not finite are ignored.
     """
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None and b.numel()]
     squares = [
         ((a.double() - b.double()).square().sum().item(), b.double().square().sum().item(), b.numel())
-        for a, b in pairs
-        if b.isfinite().all()
+        for a, b in zip(found, expected, strict=True)
+        if a is not None and b is not None and b.numel() and b.isfinite().all()
     ]
     total = sum(square for _, square, _ in squares)
     if total == 0:
@@ -118,14 +116,6 @@ def bounds_for(params: Sequence[Tensor]) -> tuple[float, float, float]:
     # On devices other than CPUs, float32 products often use tf32.
     is_exact = dtype == torch.float64 or all(param.device.type == "cpu" for param in params)
     return _EXACT[dtype] if is_exact else _REDUCED
-
-
-def _problem(found: Derivatives) -> str | None:
-    if not found.loss.isfinite().all():
-        return "the loss is not finite"
-    products = [each for each in found.products[0] if each is not None and each.numel()]
-    is_finite = not products or any(each.isfinite().all() for each in products)
-    return None if is_finite else "the second derivatives are not finite"
 
 
 def _random_states(model: nn.Module) -> list[bytes]:

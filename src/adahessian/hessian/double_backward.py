@@ -74,10 +74,6 @@ def products_of(
     """Draw the probes, compute H z for each probe, as in :class:`Derivatives`, and free the graph after the last one.
 
     The gradients carry their graph. A gradient without a graph is constant, so its products are zero.
-
-    Raises:
-        CurvatureError: If an operation in the graph has no second derivative.
-        RuntimeError: If a gradient is sparse.
     """
     for gradient in gradients:
         reject_sparse(gradient)

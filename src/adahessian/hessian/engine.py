@@ -50,7 +50,7 @@ class Engine:
     def _forget(self) -> None:
         self._model, self._loss_fn, self._compile, self._product_dtype = self._settings
         self.description = "not chosen yet"
-        self._params: Hashable = None
+        self._params: object = None
         self._compiled: CompiledPass | None = None
         self._compares = True
         self._is_graph_checked = False
@@ -65,11 +65,7 @@ class Engine:
         self._forget()
 
     def derivatives(self, batch: Any, request: Request, *, keep_buffers: bool = False) -> Derivatives:
-        """Differentiate the loss of a batch twice. ``keep_buffers`` keeps changes to buffers, as in a training step.
-
-        Raises:
-            CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
-        """
+        """Differentiate the loss of a batch twice. ``keep_buffers`` keeps changes to buffers, as in a training step."""
         self._choose(request.params)
         key = self._seen.key(batch) if self._compiled is not None else None
         found = None if key is None else self._try_compiled(key, batch, request, keep_buffers)
@@ -111,8 +107,7 @@ class Engine:
         """Decide whether to compile, and decide again if the parameters have changed."""
         # By name, because FSDP2 gathers parameters into new tensors in each pass.
         names = {id(param): name for name, param in self._model.named_parameters()}
-        shapes = [None if is_lazy(param) else param.shape for param in params]
-        key = tuple((names.get(id(param)), param.dtype, param.device) for param in params), tuple(shapes)
+        key = [(names.get(id(each)), each.dtype, each.device, is_lazy(each) or each.shape) for each in params]
         if key == self._params:
             return
         self._forget()
@@ -134,7 +129,8 @@ class Engine:
             except UnusableError as error:
                 self._do_without_compiler(str(error), warn_once)
                 return None
-            self._describe(f"compiled forward over reverse, {words}", info_once)
+            self.description = f"compiled forward over reverse, {words}"
+            info_once(f"Curvature by {self.description}")
         try:
             return self._compiled(batch, request, keep_buffers)
         except torch.OutOfMemoryError:
@@ -146,13 +142,10 @@ class Engine:
 
     def _do_without_compiler(self, why: str, log: Callable[[str], None]) -> None:
         self._compiled = None
-        self._describe(f"double backward, not compiled: {why}", log)
+        self.description = f"double backward, not compiled: {why}"
+        log(f"Curvature by {self.description}")
         if self._product_dtype is not None:
             warn_once("product_dtype has no effect, because the curvature pass is not compiled. Leave it at None.")
-
-    def _describe(self, description: str, log: Callable[[str], None]) -> None:
-        self.description = description
-        log(f"Curvature by {description}")
 
     def _double_backward(self, batch: Any, request: Request, keep_buffers: bool) -> Derivatives:
         settings: Any = {"substitutes": _SUBSTITUTES, "check_graph": not self._is_graph_checked}

@@ -49,24 +49,27 @@ def check_loss(loss: object) -> None:
 
 
 def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:
-    """Raise an error if the graph contains an operation whose second derivative PyTorch silently gets wrong.
+    """Raise a CurvatureError if a graph contains an operation whose second derivative PyTorch silently gets wrong.
 
     The tensors are gradients with their graph, or the loss. A gradient of a norm may occur in the graph of a gradient.
     In the graph of a loss, as with a gradient penalty, it is an error.
-
-    Raises:
-        CurvatureError: If it does. The message names the operation and a remedy.
     """
     known = set()
     for node in _nodes(tensors):
-        name = node.name()
-        kind = type(node), name
+        kind = type(node), node.name()
         if kind in known:
             continue
-        norm = _GRADIENT_OF_NORM.search(name) if of_loss else None
-        if norm is None:  # whether the gradient of a norm is wrong depends on more than its kind
+        norm = _GRADIENT_OF_NORM.search(node.name()) if of_loss else None
+        if norm is None:
             known.add(kind)
-        problem = _problem(node) if norm is None else _problem_of_norm(node, norm.group(1).lower())
+            problem = _problem(node)
+        elif getattr(node, "_saved_train", True) is False:  # in evaluation mode the statistics are constants
+            continue
+        else:
+            problem = (
+                f"The loss contains a gradient of {norm.group(1).lower()}_norm, as in a gradient penalty, and PyTorch "
+                "computes a wrong second derivative of this gradient. Use group_norm or rms_norm instead"
+            )
         if problem is not None:
             raise CurvatureError(f"{problem}, or freeze the parameters before it.")
 
@@ -108,15 +111,6 @@ def _problem(node: Node) -> str | None:
             "g * v / v.norm(...)"
         )
     return None
-
-
-def _problem_of_norm(node: Node, kind: str) -> str | None:
-    if getattr(node, "_saved_train", True) is False:  # in evaluation mode the statistics are constants
-        return None
-    return (
-        f"The loss contains a gradient of {kind}_norm, as in a gradient penalty, and PyTorch computes a wrong second "
-        "derivative of this gradient. Use group_norm or rms_norm instead"
-    )
 
 
 def _nodes(tensors: Iterable[Tensor]) -> Iterator[Node]:

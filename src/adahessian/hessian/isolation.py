@@ -19,13 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 Forward = Callable[..., Any]
 
 
-def _forward_inside(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    return wrapper.module(*args, **kwargs)
-
-
 # The pass is local to this rank, so DDP must not reduce gradients, and SyncBatchNorm must not wait for other ranks.
 _LOCAL: dict[Forward, Forward] = {
-    DistributedDataParallel.forward: _forward_inside,
+    DistributedDataParallel.forward: lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
     nn.SyncBatchNorm.forward: _BatchNorm.forward,
 }
 
@@ -41,16 +37,10 @@ def isolated(
 ) -> Iterator[None]:
     """Run a model on kernels that can be differentiated twice, and restore its state.
 
-    Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and code compiled by
-    ``torch.compile`` runs eagerly. Gradients, buffers and training modes are restored. Hooks on the model's parameters
-    and on ``params`` do not run. A compiled pass changes none of these.
-
-    Args:
-        model: The model.
-        substitutes: Functions that replace the ``forward`` of layers. They receive the layer and its inputs.
-        params: Further parameters whose hooks do not run.
-        keep_buffers: Keep the changes that the pass makes to buffers, unless it fails.
-        compiled: Whether the pass itself is compiled.
+    Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and ``substitutes`` replace the
+    ``forward`` of layers. Code compiled by ``torch.compile`` runs eagerly. Gradients, buffers and training modes are
+    restored. ``keep_buffers`` keeps the changes to buffers, unless the pass fails. Hooks on the model's parameters and
+    on ``params`` do not run. If the pass itself is compiled, it changes none of these.
     """
     modules, substitutes = list(model.modules()), {**_LOCAL, **substitutes}
     with ExitStack() as stack:
