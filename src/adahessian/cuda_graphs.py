@@ -35,17 +35,12 @@ class Memory:
 class CapturedFunction(Generic[Result]):
     """A function captured as a CUDA graph, which reads and writes existing tensors at their addresses.
 
-    Args:
-        function: The function. It runs three times before the capture, and must not synchronize with the device.
-        model: The model. Rehearsals and capture leave its buffers and all random states unchanged.
-        memory: Memory shared with other graphs. Replaying another graph may overwrite this graph's result.
+    The function runs three times before the capture. Rehearsals and capture leave the model's buffers and all random
+    states unchanged. Replaying another graph that shares the memory may overwrite this graph's result.
 
-    Raises:
-        CannotCapture: If the function fails, synchronizes with the device, draws random numbers on the host or replaces
-            buffers of the model.
+    Raise CannotCapture if the function fails, synchronizes with the device, draws random numbers on the host or
+    replaces buffers of the model.
     """
-
-    is_random: bool  # whether replays draw random numbers, which advances the device's generator
 
     def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory) -> None:
         with autocast_cache_disabled():
@@ -81,7 +76,7 @@ class CapturedFunction(Generic[Result]):
             finally:
                 # The side stream must finish writing to buffers before they are restored.
                 torch.cuda.current_stream().wait_stream(stream)
-            self.is_random = not torch.equal(on_device, torch.cuda.get_rng_state())
+            self.is_random = not torch.equal(on_device, torch.cuda.get_rng_state())  # replays advance it, too
             if on_host != _host_random_states():
                 raise CannotCapture("it draws random numbers on the host, which a graph would repeat")
             if list(map(id, buffers)) != list(map(id, model.buffers())):

@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from adahessian.algorithm.options import is_integer, is_number
 from adahessian.base.batches import slice_batch
@@ -25,7 +26,7 @@ from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
 from adahessian.parallel.fsdp import gathered
 from adahessian.parallel.mean import ProductMean
-from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of, unwrap
+from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,7 +103,8 @@ class Curvature(Generic[Model]):
         if not (scaler is None or isinstance(scaler, GradScaler)):
             raise TypeError(f"scaler is a {type(scaler).__name__}. Pass a torch.amp.GradScaler or None.")
         self.ranks: Ranks | None = ranks_of(model, process_group)
-        self.model = cast(Model, unwrap(model))
+        # Hooks of the wrapper are only for the gradient.
+        self.model = cast(Model, model.module if isinstance(model, DistributedDataParallel) else model)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
@@ -149,8 +151,7 @@ class Curvature(Generic[Model]):
         request = optimizer._begin_measurement()
         if pending.is_next(optimizer) and list(map(id, request.params)) != list(map(id, pending.request.params)):
             raise ValueError("params changed between the micro-batches of a step. Change them after optimizer.step().")
-        is_distributed = dist.is_available() and dist.is_initialized()
-        with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
+        with gathered(self.model, request.params) as params:
             measure = partial(self.engine.measure, batch, request._replace(params=params))
             derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
         # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.

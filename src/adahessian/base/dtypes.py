@@ -7,12 +7,7 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for averages of tensors with this dtype, at least as wide as float32.
-
-    Example:
-        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.complex128)
-        (torch.float32, torch.complex128)
-    """
+    """Return the dtype for averages of tensors with this dtype, at least as wide as float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -40,8 +40,7 @@ class CurvatureError(RuntimeError):
 def explain(error: RuntimeError) -> CurvatureError:
     """Return a CurvatureError that names the operation behind an error of PyTorch, and a remedy.
 
-    Raises:
-        RuntimeError: The error itself, if memory ran out or it is a CurvatureError.
+    Raise the error itself if memory ran out or it is a CurvatureError.
     """
     if isinstance(error, (torch.OutOfMemoryError, CurvatureError)):
         raise error

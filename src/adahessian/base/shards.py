@@ -83,10 +83,9 @@ def gather_over(mesh: DeviceMesh, dim: int, tensor: Tensor) -> Tensor:
 
 def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:
     """Sum a tensor over the shards of a parameter, in place. Replicas of the parameter are not counted twice."""
-    if is_sharded(param):
-        for dim, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                dist.all_reduce(tensor, group=param.device_mesh.get_group(dim))
+    if (cut_by := rows_cut_by(param)) is not None:
+        mesh, dim = cut_by
+        dist.all_reduce(tensor, group=mesh.get_group(dim))
     return tensor
 
 

@@ -19,7 +19,10 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
 
     Yield ``params`` with the same replacements. All ranks must enter together, because each sends its shards.
     """
-    _reshard(model)
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()  # after a forward pass without a backward pass, its parameters are still gathered
     if mesh_of(model) is None:
         yield list(params)
         return
@@ -34,14 +37,6 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
                     stack.callback(module._parameters.__setitem__, name, param)
                     module._parameters[name] = wholes[param]  # type: ignore[assignment]
         yield [wholes.get(param, param) for param in params]
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 gathered for a forward pass without a backward pass, such as an evaluation."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
 
 
 @contextmanager

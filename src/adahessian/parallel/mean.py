@@ -20,12 +20,7 @@ class ProductMean:
         \overline{H z} = \frac{\sum_r \sum_j w_{rj} \, H_{rj} z}{\sum_r \sum_j w_{rj}}
 
     One reduction per device and dtype sums a buffer of all products, marks of the blocks that took part in a loss, one
-    flag per parameter that took part, and the weight.
-
-    Args:
-        params: The parameters, whole or sharded over ranks.
-        shapes: The curvature shapes of the whole parameters.
-        num_probes: The number of products per parameter.
+    flag per parameter that took part, and the weight. ``shapes`` are those of whole parameters.
     """
 
     def __init__(self, params: Sequence[Tensor], shapes: Sequence[CurvatureShape], num_probes: int) -> None:

@@ -16,11 +16,7 @@ from adahessian.base.shards import mesh_of
 
 
 class Ranks:
-    """Several processes that train one model, each on its own data.
-
-    Args:
-        groups: Their process group, or one group per dimension of a device mesh. Empty means the default process group.
-    """
+    """Processes of the default group, or of one group per dimension of a device mesh, that train one model."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self._groups: Sequence[Any] = groups or [dist.group.WORLD]
@@ -45,7 +41,7 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
     Raises:
         ValueError: If ``process_group`` contradicts the model, or if neither tells which processes train together.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     mesh = mesh_of(model)
     if process_group is None:
@@ -60,8 +56,6 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
         ranks = Ranks([wrapper.process_group])
     elif mesh is not None:
         ranks = Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
-    elif dist.get_world_size() == 1:
-        return None
     else:
         raise ValueError(
             "process_group='auto' finds no DistributedDataParallel or fully_shard in the model, but there are several "
@@ -70,11 +64,6 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
             "processes are averaged, or process_group=None if each process trains a model of its own."
         )
     return ranks if ranks.size > 1 else None
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model without its DistributedDataParallel wrapper, whose hooks are only for the gradient."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_not_flattened(model: nn.Module) -> None:
