@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian import AdaHessian, Curvature, diagnose, param_groups
+from adahessian import AdaHessian, AdaHessianKron, Curvature, diagnose, param_groups
+from adahessian.algorithm.kronecker import condition, rotation_for
 from cases import BATCH_NORM, CONVOLUTION, MLP
 
 
@@ -198,6 +199,33 @@ def test_parameters_without_elements_and_sparse_groups_are_left_out():
     found = diagnose(optimizer, per_parameter=True)
     assert [what for what in found if "group" in what] == ["param_norm/group0.1", "unmeasured/group0.1"]
     assert found["param_norm"] == 1
+
+
+def test_the_condition_is_that_of_a_factor_without_padding():
+    for shape, kind, block_size in (((10, 7), "kernel", 4), ((8, 4), "kernel", 4), ((3, 5, 4), "stack", 3)):
+        rotation = rotation_for(shape, block_size, kind, 1)
+        factors = [
+            cut.join(torch.eye(cut.size).expand(rotation.members, cut.blocks, -1, -1)) * scale
+            for cut, scale in ((rotation.form.rows, 1.0), (rotation.form.columns, 1e6))
+        ]
+        assert condition(rotation, factors, torch.tensor(0.5)) == {"condition": 1, "damped": 0}
+    factors = [torch.eye(2), torch.diag(torch.tensor([4.0, 0, 0, 0]))]
+    found = condition(rotation_for((2, 4), 9, "kernel", 1), factors, torch.tensor(1.0))
+    assert found == {"condition": 5, "damped": 0.5}
+
+
+def test_the_condition_has_the_damping_of_the_count_of_measurements():
+    model, batch = MLP.model(), MLP.batch()
+    optimizer = AdaHessianKron(model.parameters())
+    curvature = Curvature(model, MLP.loss, optimizer)
+    curvature.measure(batch)
+    MLP.loss(model, batch).backward()
+    optimizer.step()
+    of_weights = [optimizer.state[param] for param in model.parameters() if param.dim() > 1]
+    factors = [state[key] for state in of_weights for key in ("left_factor", "right_factor")]
+    relative = [torch.linalg.eigvalsh(factor) / factor.diagonal().mean() for factor in factors]
+    expected = max((each[-1] + 1) / (each[0] + 1) for each in relative)  # the damping is 1 after one measurement
+    assert diagnose(optimizer)["condition"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_nothing_is_changed():

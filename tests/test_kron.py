@@ -137,6 +137,15 @@ def steps(model, optimizer, loss, count, batch=None):
         optimizer.step()
 
 
+def test_a_capturable_step_does_not_read_its_learning_rate():
+    model = nn.Linear(3, 2)
+    optimizer = AdaHessianKron(model.parameters(), lr=torch.tensor(0.1), capturable=True)
+    steps(model, optimizer, lambda m, x: m(x).square().sum(), 1, torch.ones(4, 3))
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert "aten::item" not in {event.name for event in profile.events()}
+
+
 def test_parameters_may_be_without_a_gradient_frozen_unused_empty_or_scalar():
     model = nn.ParameterDict({key: torch.randn(3, 4) for key in ("used", "now", "frozen", "unused")})
     model.update({"empty": torch.ones(0, 3), "scalar": torch.tensor(2.0)})
@@ -268,6 +277,16 @@ def test_diagnose_returns_the_size_of_the_products(case):
     assert found["hessian_rms"] == pytest.approx(np.mean(hz**2) ** 0.5, rel=1e-5)
     for (name, _), part in zip(model.named_parameters(), np.split(hz, np.cumsum(sizes)[:-1]), strict=True):
         assert found[f"hessian_rms/{name}"] == pytest.approx(np.mean(part**2) ** 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["object", "graph", "closure"])
+def test_it_learns_under_autocast_in_every_way(way):
+    model, batch = MLP.model(torch.float32), MLP.batch(torch.float32)
+    before, optimizer = MLP.loss(model, batch), AdaHessianKron(model.parameters(), **OPTIONS)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(MLP, model, optimizer, batch, 20, way)
+    assert MLP.loss(model, batch) < before
+    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
 
 
 def test_its_loss_is_within_a_fifth_of_adamw_s_on_random_labels():

@@ -129,6 +129,20 @@ def test_it_does_what_the_loop_does_bit_by_bit(said, fraction, capture):
     assert not any("Compiling" in message or "shape" in message for message in said.messages), "nobody asked for it"
 
 
+@pytest.mark.parametrize("kind", [AdaHessian, AdaHessianKron])
+def test_autocast_around_it_is_as_autocast_around_the_loop(kind):
+    ends = []
+    for make_step in (in_a_loop, TrainingStep):
+        model = MLP.model(torch.float32)
+        optimizer = kind(model.parameters(), lr=0.01, curvature_every=2)
+        step = make_step(Curvature(model, MLP.loss, optimizer, batch_fraction=1))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [step(MLP.batch(torch.float32, seed=number)).item() for number in range(4)]
+        ends.append((losses, *everything(model, optimizer)))
+        assert flat_parameters(model).isfinite().all()
+    assert_same(*ends)
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_graphs_do_what_the_loop_does_bit_by_bit(graphs, fraction):
     assert_same(run(TrainingStep, batch_fraction=fraction), run(in_a_loop, batch_fraction=fraction))

@@ -34,7 +34,7 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
     - ``at_eps``, the fraction of elements whose :math:`\bar D^k` is below :math:`\epsilon`, which then sets the step.
     - ``condition``, the largest condition number of a damped factor, and ``damped``, the fraction of directions with
       less curvature than the damping (both for AdaHessianKron, whose ``staleness`` is also reported per parameter).
-    - ``unmeasured``, the fraction of elements that take no step because no measurement has reached them yet.
+    - ``unmeasured``, the fraction of elements that no measurement has reached yet. AdaHessian does not move them.
 
     Numbers without a value so far are left out, and so are groups with ``sparse=True``. The call synchronizes once per
     device, and for AdaHessianKron once per matrix. If parameters are sharded, all ranks must call it, and all get the
@@ -127,7 +127,7 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
         if isinstance(shape.form, Matrix):
             squares = shape.form.rows.split(squares).diagonal(dim1=-2, dim2=-1) * shape.form.columns.length
         found |= {"squares": squares.sum() / param.numel(), "staleness": group["staleness"]}
-        found |= condition(shape, stored, group["damping"])
+        found |= condition(shape, stored, 1 / state["measurements"].clamp(1, 1 / group["damping"]))
         return found
     if isinstance(shape, Diagonal) and shape.stored.keys() <= state.keys():
         stored = [gather(state[key]) for key in shape.stored]

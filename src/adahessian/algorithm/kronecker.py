@@ -30,12 +30,15 @@ from torch.nn.functional import pad
 
 from adahessian.algorithm.shapes import CurvatureShape, Estimate
 from adahessian.algorithm.update import decay_weights
+from adahessian.base.precision import accurate_matmul, without_autocast
 
 # Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
+_VANISHED = 1e-6  # of the largest element of a direction
 _BETA_SIGNAL = 0.99
 _LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
+_ROUNDING = 8  # the least damping, in units of the rounding error of the trace
 _ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 
 Form: TypeAlias = "Vector | Matrix"
@@ -121,10 +124,10 @@ class Vector:
         return torch.where(reached, old + weight * (new - old), old)
 
     def rotate(self, momenta: Tensor, curvature: Sequence[Tensor]) -> Tensor:
-        """Apply the inverse root of the mean squares."""
+        """Apply the inverse root of the mean squares, relative to its mean."""
         rms = curvature[0].sqrt()
         own = rms if self.part is None else rms.narrow(-1, *self.part)
-        return momenta / (own + _VECTOR_DAMPING * rms.mean(-1, keepdim=True) + _TINY)
+        return momenta / (own / (rms.mean(-1, keepdim=True) + _TINY) + _VECTOR_DAMPING)
 
 
 @dataclass(frozen=True)
@@ -185,27 +188,28 @@ class Rotation(CurvatureShape):
     form: Form
     members: int = 1
     transposed_groups: int = 0  # of a transposed convolution, whose dimensions are (in, out / groups, *kernel)
+    is_stack: bool = False  # whether the state has a dimension for members, also for a single one
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:  # noqa: D102
-        stack = (self.members,) if self.members > 1 else ()
+        stack = (self.members,) if self.is_stack else ()
         return {key: stack + shape for key, shape in self.form.stored.items()}
 
     @property
     def unsharded(self) -> set[str]:  # noqa: D102
-        return set() if self.members > 1 else {*self.form.stored} - {"left_factor", "left_root"}
+        return set() if self.is_stack else {*self.form.stored} - {"left_factor", "left_root"}
 
     @property
     def can_be_sharded(self) -> bool:
         """Whether the first dimension has the members, or the rows of the only member."""
         if self.transposed_groups or isinstance(self.form, Vector):
             return not self.transposed_groups
-        return self.shape[0] == (self.members if self.members > 1 else self.form.rows.length)
+        return self.shape[0] == (self.members if self.is_stack else self.form.rows.length)
 
     def shard(self, first: int, number: int) -> Rotation:
         """Return the curvature of a shard that begins at this index of the first dimension."""
         form, shape = self.form, (number, *self.shape[1:])
-        if self.members > 1:
+        if self.is_stack:
             return replace(self, shape=shape, members=number)
         if isinstance(form, Matrix):
             return replace(self, shape=shape, form=replace(form, rows=replace(form.rows, part=(first, number))))
@@ -244,11 +248,12 @@ def rotation_for(shape: tuple[int, ...], block_size: int, kind: str, groups: int
         rows = shape[1]
     elif kind == "stack" and len(shape) > 2:
         members, rows = shape[:2]
+    is_stack = rows > 1 and (members > 1 or (kind == "stack" and len(shape) > 2))
     if rows == 1:  # a factor of a single row would only be noise, as in depthwise convolutions
         members, rows = 1, members
     columns = Cut(math.prod(shape) // (members * rows), block_size)
     form = Matrix(Cut(rows, 1 if kind == "table" else block_size), columns)
-    return Rotation(shape, form, members, groups if kind == "transposed" else 0)
+    return Rotation(shape, form, members, groups if kind == "transposed" else 0, is_stack)
 
 
 class Family:
@@ -358,7 +363,7 @@ def refresh_roots(
     """Compute the inverse roots of all factors, many of one size at once.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 1 / n and at least ``least``, because the
-    factors of few measurements are unreliable. Roots stay where the measurement was not finite.
+    factors of few measurements are unreliable. Roots stay where the measurement or the new root is not finite.
     """
     dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
     waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
@@ -376,15 +381,17 @@ def refresh_roots(
             # Over all blocks of a dimension, so that blocks keep their relative size.
             mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
             numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
-        roots = inverse_roots(
-            _cat([factor.flatten(0, 1) for factor in factors]),
-            *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
-            # No eigenvalue is larger than the trace, which is the mean times the length.
-            condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
-        ).split([each[0].numel() for each in numbers])
-        for (family, key, _), factor, root in zip(sides, factors, roots, strict=True):
-            old = family.read(stored, key + 2)
-            family.write(stored, key + 2, torch.where(family.spread(not_finite, 4), old, root.view_as(factor)))
+        with accurate_matmul(factors[0]):
+            roots = inverse_roots(
+                _cat([factor.flatten(0, 1) for factor in factors]),
+                *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
+                # No eigenvalue is larger than the trace, which is the mean times the length.
+                condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
+            ).split([each[0].numel() for each in numbers])
+        for (family, key, _), factor, each in zip(sides, factors, roots, strict=True):
+            old, root = family.read(stored, key + 2), each.view_as(factor)
+            keep = family.spread(not_finite, 4) | root.sum((-2, -1), keepdim=True).isfinite().logical_not()
+            family.write(stored, key + 2, torch.where(keep, old, root))
 
     for family, key, cut in cuts:
         waiting.setdefault(cut.size, []).append((family, key, cut))
@@ -399,7 +406,7 @@ def _trace(factor: Tensor) -> Tensor:
 
 
 def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition: float) -> Tensor:
-    r"""Compute :math:`(L + \delta \bar\lambda I)^{-1/2}` of a batch of matrices by coupled Newton-Schulz iterations.
+    r"""Compute :math:`(L / \bar\lambda + \delta I)^{-1/2}` of a batch of matrices by coupled Newton-Schulz iterations.
 
     .. math::
         T = \tfrac{\rho}{2} (3 I - \rho^2 Z Y), \quad Y \leftarrow Y T, \quad Z \leftarrow T Z, \quad
@@ -407,21 +414,23 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
 
     The damping gives l, a lower bound of the square roots of Z Y's eigenvalues, all at most 1. This scale makes the
     bound 2.6 times as large per iteration while it is small (Chen and Chow, 2014). Without the scale it is 1.5 times.
-    ``condition`` bounds the condition of all matrices.
+    ``condition`` bounds the condition of all matrices. The mean scales only the length of a direction, and dividing by
+    it prevents overflow. The damping is raised if rounding errors of the iterations would exceed it.
     """
-    size = factors.shape[-1]
-    means, damping = means.clamp(min=_TINY)[:, None, None], damping[:, None, None]
+    size, eps = factors.shape[-1], torch.finfo(factors.dtype).eps
+    a = factors / means.clamp(min=_TINY)[:, None, None]
+    diagonal = a.diagonal(dim1=-2, dim2=-1)
+    damping = damping.maximum(_ROUNDING * eps * diagonal.sum(-1).clamp(min=size))[:, None, None]
+    diagonal.add_(damping[..., 0])
     if size == 1:
-        return (factors + damping * means).rsqrt()
-    eye = torch.eye(size, dtype=factors.dtype, device=factors.device)
-    a = factors / means + damping * eye
+        return a.rsqrt()
     # Both norms are at least the largest eigenvalue. Rounding must not exceed it, hence the last factor.
     bound = a.abs().sum(-1, keepdim=True).amax(-2, keepdim=True).minimum(a.square().sum((-2, -1), keepdim=True).sqrt())
     bound = bound * 1.001
     y = z = a / bound  # z starts as the identity, so the first products with it are left out
-    low, tolerance = (damping / bound).sqrt(), torch.finfo(factors.dtype).eps ** 0.5
+    low, tolerance = (damping / bound).sqrt(), eps**0.5
     goes_on = torch.ones_like(bound, dtype=torch.bool)
-    for number in range(_iterations(condition)):
+    for number in range(_iterations(min(condition, 1 / (_ROUNDING * eps)))):
         square = 3 / (1 + low + low * low)
         half = square.sqrt() / 2
         step = z @ y if number else y.clone()
@@ -436,7 +445,7 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
         low = (half * low * (3 - square * low * low)).clamp(max=1.0)
         if factors.device.type == "cpu" and not goes_on.any():  # elsewhere this would synchronize
             break
-    root = z * (bound * means).rsqrt()
+    root = z * bound.rsqrt()
     return 0.5 * (root + root.mT)
 
 
@@ -466,8 +475,8 @@ def take_rotated_steps(
         m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad \theta \leftarrow (1 - \eta \lambda) \theta - \eta \, c \, u
     """
     lr, beta1 = group["lr"], float(group["betas"][0])
-    if isinstance(lr, Tensor):  # reading it from another device would synchronize
-        lr = lr.item() if lr.is_cpu else lr.squeeze().to(params[0].device)
+    if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
+        lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)
     if group["weight_decay"]:
         decay_weights(params, 1 - lr * float(group["weight_decay"]))
     # Families of shards step together, because their ranks exchange all sizes at once.
@@ -505,7 +514,7 @@ def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tu
     # The scale cancels, but squares would overflow. Shards may be empty.
     largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + _TINY
     u = u.div_(largest[:, None])
-    moved = u.count_nonzero(1).to(u)  # rows of a table that did not occur do not count
+    moved = u.abs().gt(_VANISHED).sum(1).to(u)  # rows of a table that have not occurred for long do not count
     return u, [norm(m, dim=1), norm(u, dim=1), (m * u).sum(1), norm(m, 1, 1), moved, largest]
 
 
@@ -518,7 +527,9 @@ def _sizes_of_all_shards(
     for direction, (*_, own), of_shards in zip(directions, sizes, of_all, strict=True):
         largest = of_shards[:, -1].amax(0)
         direction.mul_((own / largest)[:, None])
-        of_shards[:, 2:4] *= (of_shards[:, -1] / largest)[:, None]
+        relative = of_shards[:, -1] / largest
+        of_shards[:, 2:4] *= relative[:, None]
+        of_shards[:, -2] *= relative > _VANISHED
         norms, sums = torch.linalg.vector_norm(of_shards[:, :3], dim=0), of_shards[:, 3:].sum(0)
         combined.append([*norms.unbind(), *sums.unbind()])
     return combined
@@ -546,18 +557,21 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: flo
 def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float) -> Tensor:
     """Compute the update of one parameter with this momentum. For diagnosis."""
     family = Family([0], [shape])
-    direction, sizes = _direction(family, [exp_avg], [stored])
+    with without_autocast(exp_avg):
+        direction, sizes = _direction(family, [exp_avg], [stored])
     scale = _scale(family, family.read([stored], -1), sizes, number, beta1)
     return family.unstack(direction * scale[:, None])[0]
 
 
-def condition(shape: Rotation, stored: Sequence[Tensor], damping: float) -> dict[str, Tensor]:
+def condition(shape: Rotation, stored: Sequence[Tensor], damping: Tensor) -> dict[str, Tensor]:
     """The condition of the damped factors, and the share of their directions that damping dominates. For diagnosis."""
     if not isinstance(shape.form, Matrix):
         return {}
-    relative = []
+    conditions, damped = [], []
     for factor, cut in zip(stored[:2], (shape.form.rows, shape.form.columns), strict=True):
         values = torch.linalg.eigvalsh(cut.split(factor.double())).view(shape.members, -1)
-        relative.append((values / (values.sum(1, keepdim=True) / cut.length + _TINY)).flatten())
-    damped = torch.cat(relative) + damping
-    return {"condition": damped.max() / damped.min(), "damped": torch.cat(relative).lt(damping).double().mean()}
+        values = values.sort().values[:, -cut.length :]  # without the zeros of padded rows
+        relative = values / (values.mean(1, keepdim=True) + _TINY)
+        conditions.append(((relative[:, -1] + damping) / (relative[:, 0] + damping)).max())
+        damped.append(relative.lt(damping).flatten())
+    return {"condition": torch.stack(conditions).max(), "damped": torch.cat(damped).double().mean()}

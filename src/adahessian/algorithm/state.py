@@ -83,7 +83,7 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
         if key in state:
             continue
         is_cut = is_sharded(param) and key not in whole.unsharded
-        part_shape = (*local(param).shape[:1], *shape[1:]) if is_cut else shape
+        part_shape = (len(local(param)), *shape[1:]) if is_cut and rows_cut_by(param) else shape
         initial = 0.0 if isinstance(whole, Rotation) else math.inf
         part = torch.full(part_shape, initial, dtype=curvature_dtype(param), device=param.device)
         if key.endswith("root"):  # an identity, because without a measurement a step follows the momentum
@@ -96,7 +96,7 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
 def measure_anew(state: State, param: Tensor, group: Group, shards: int) -> bool:
     """Forget a left factor that was cut into this many shards if its rows are cut elsewhere now. Return whether."""
     shape, cut_by = shape_of(param, group), rows_cut_by(param)
-    rows = shape.form.cuts[0] if isinstance(shape, Rotation) and shape.members == 1 else None
+    rows = shape.form.cuts[0] if isinstance(shape, Rotation) and not shape.is_stack else None
     now = 1 if cut_by is None else cut_by[0].size(cut_by[1])
     if rows is None or "left_factor" not in state or rows.inside_blocks(shards) == rows.inside_blocks(now):
         return False

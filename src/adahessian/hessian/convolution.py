@@ -8,12 +8,13 @@ PyTorch's own second derivative convolves with kernels as large as images, for w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
+
+from adahessian.base.precision import without_autocast
 
 _TORCHS_OWN = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
@@ -103,9 +104,3 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         or forward_ad._current_level >= 0
         or any(each is not None and functorch.is_legacy_batchedtensor(each) for each in tensors)
     )
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast, because a gradient may run under an autocast that its forward pass did not run under."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -30,7 +30,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from adahessian.base.errors import CurvatureError
-from adahessian.hessian.convolution import are_plain, is_transformed, without_autocast
+from adahessian.base.precision import without_autocast
+from adahessian.hessian.convolution import are_plain, is_transformed
 
 
 def lstm_forward(module: nn.LSTM, x: Any, state: Any = None) -> Any:

@@ -1,0 +1,38 @@
+"""Code in full precision, whatever the user has enabled around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast on a tensor's device.
+
+    A gradient may run under an autocast that its forward pass did not run under, and so may the optimizer.
+    """
+    kind = tensor.device.type
+    # The meta device has no autocast, and asking for it raises an error.
+    return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext()
+
+
+@contextmanager
+def accurate_matmul(tensor: Tensor) -> Iterator[None]:
+    """Multiply float32 matrices on a tensor's device without TF32 or bfloat16."""
+    matmul = (torch.backends.cuda if tensor.is_cuda else torch.backends.mkldnn).matmul
+    # This API reads and restores what the older one, allow_tf32, has set. The older one cannot read this one.
+    before = matmul.fp32_precision
+    if before in ("none", "ieee"):
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = "none"
+        if matmul.fp32_precision != before:  # else it was inherited from torch.backends
+            matmul.fp32_precision = before
