@@ -48,7 +48,8 @@ class Curvature(Generic[Model]):
             batch dimension, such as a mask, through a closure.
         batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
-        product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
+        product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs,
+            and on a slice of the batch, where the gradient is not used, all of them.
         scaler: ``GradScaler`` of a float16 loop. The pass has a loss scale of its own, which starts at the scaler's and
             decreases if second derivatives overflow.
         process_group: Process group over which gradients and curvature are averaged. ``"auto"`` uses the group of
@@ -112,7 +113,9 @@ class Curvature(Generic[Model]):
         self._loss_scale: LossScale | None = None
         if scaler is not None and scaler.is_enabled():
             self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
-        self.engine = Engine(self.model, loss_fn, compile=compile, product_dtype=product_dtype)
+        # TrainingStep takes the gradient of a whole batch from the same pass.
+        dtypes: Any = {"product_dtype": product_dtype, "needs_gradient": batch_fraction == 1}
+        self.engine = Engine(self.model, loss_fn, compile=compile, **dtypes)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:

@@ -389,7 +389,7 @@ def test_another_order_of_memory_changes_neither_results_nor_the_order_of_the_pa
 @pytest.mark.parametrize("is_cuda", [True, False])
 def test_images_on_a_gpu_are_computed_in_another_order_of_memory(monkeypatch, is_image, is_cuda):
     seen = []
-    monkeypatch.setattr(compiled, "compile_derivatives", lambda *_, channels_last: seen.append(channels_last))
+    monkeypatch.setattr(compiled, "compile_derivatives", lambda *_, channels_last, **__: seen.append(channels_last))
     model = nn.Conv2d(1, 1, 1, bias=False) if is_image else nn.Linear(1, 1, bias=False)
     monkeypatch.setattr(type(model.weight), "is_cuda", is_cuda)
     CompiledPass(model, squares, [model.weight], None)

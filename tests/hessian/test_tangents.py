@@ -205,5 +205,20 @@ def test_an_operand_of_several_products_is_rounded_once():
     assert targets(module.graph)[CONVERT] == 5
 
 
-def test_code_is_cached_by_dtype():
-    assert TangentPass(None).uuid() == TangentPass(None).uuid() != TangentPass(torch.bfloat16).uuid()
+def test_products_of_the_gradient_are_rounded_only_if_nobody_uses_it():
+    for rounds_gradient in (False, True):
+        module = traced(lambda a, z: (a @ a, mark(z) @ a), A, A)
+        TangentPass(torch.bfloat16, rounds_gradient=rounds_gradient)(module.graph)
+        assert products(module.graph, torch.bfloat16) == 1 + rounds_gradient
+
+
+def test_products_that_autocast_has_rounded_stay_as_they_are():
+    module = passed(traced(lambda a, z: (a @ mark(z)).float() @ a.float(), A.bfloat16(), A.bfloat16()), torch.bfloat16)
+    assert products(module.graph, torch.bfloat16) == 2
+    assert module(A.bfloat16(), A.bfloat16()).dtype == torch.float32
+
+
+def test_code_is_cached_by_what_is_rounded():
+    half = torch.bfloat16
+    assert TangentPass(None).uuid() == TangentPass(None).uuid() != TangentPass(half).uuid()
+    assert TangentPass(half, rounds_gradient=True).uuid() != TangentPass(half).uuid()

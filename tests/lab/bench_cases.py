@@ -19,6 +19,7 @@ TINY = {
     "resnet20": Images(depth=8, width=4, batch_size=4),
     "resnet32": Images(depth=8, width=2, batch_size=4),
     "gpt": GPTTokens(depth=2, width=8, heads=2, vocabulary=16, length=4, batch_size=4),
+    "gpt2": GPTTokens(depth=2, width=8, heads=2, vocabulary=16, length=4, batch_size=4, bfloat16=True),
     "lstm": LSTMTokens(depth=2, width=8, vocabulary=16, length=4, batch_size=4),
 }
 SHAPES = update.SHAPES

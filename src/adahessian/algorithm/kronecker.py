@@ -412,51 +412,40 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
         T = \tfrac{\rho}{2} (3 I - \rho^2 Z Y), \quad Y \leftarrow Y T, \quad Z \leftarrow T Z, \quad
         \rho^2 = \frac{3}{1 + l + l^2}
 
-    The damping gives l, a lower bound of the square roots of Z Y's eigenvalues, all at most 1. This scale makes the
-    bound 2.6 times as large per iteration while it is small (Chen and Chow, 2014). Without the scale it is 1.5 times.
-    ``condition`` bounds the condition of all matrices. The mean scales only the length of a direction, and dividing by
-    it prevents overflow. The damping is raised if rounding errors of the iterations would exceed it.
+    ``condition`` bounds the condition of all matrices, which gives l, a lower bound of the square roots of Z Y's
+    eigenvalues, all at most 1. The scale :math:`\rho` makes the bound 2.6 times as large per iteration while it is
+    small (Chen and Chow, 2014). Without the scale it is 1.5 times. The mean scales only the length of a direction, and
+    dividing by it prevents overflow. The damping is raised if rounding errors of the iterations would exceed it.
     """
     size, eps = factors.shape[-1], torch.finfo(factors.dtype).eps
     a = factors / means.clamp(min=_TINY)[:, None, None]
     diagonal = a.diagonal(dim1=-2, dim2=-1)
-    damping = damping.maximum(_ROUNDING * eps * diagonal.sum(-1).clamp(min=size))[:, None, None]
-    diagonal.add_(damping[..., 0])
+    diagonal.add_(damping.maximum(_ROUNDING * eps * diagonal.sum(-1).clamp(min=size))[:, None])
     if size == 1:
         return a.rsqrt()
     # Both norms are at least the largest eigenvalue. Rounding must not exceed it, hence the last factor.
     bound = a.abs().sum(-1, keepdim=True).amax(-2, keepdim=True).minimum(a.square().sum((-2, -1), keepdim=True).sqrt())
     bound = bound * 1.001
-    y = z = a / bound  # z starts as the identity, so the first products with it are left out
-    low, tolerance = (damping / bound).sqrt(), eps**0.5
-    goes_on = torch.ones_like(bound, dtype=torch.bool)
-    for number in range(_iterations(min(condition, 1 / (_ROUNDING * eps)))):
-        square = 3 / (1 + low + low * low)
-        half = square.sqrt() / 2
-        step = z @ y if number else y.clone()
-        diagonal = step.diagonal(dim1=-2, dim2=-1)
-        diagonal.sub_(1)
-        residual = torch.linalg.vector_norm(step, math.inf, (-2, -1), keepdim=True)
-        # A block that this step makes exact stops with a step of I, because rounding errors grow from then on.
-        step.mul_(torch.where(goes_on, -half * square, 0.0))
-        diagonal.add_(torch.where(goes_on, 3 * half - half * square, 1.0)[..., 0])
-        goes_on = goes_on & (residual > tolerance)
+    eye = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)
+    y, z = a / bound, eye
+    for number, rho in enumerate(_scales(min(condition, 1 / (_ROUNDING * eps)), eps)):
+        # The first product is with the identity.
+        start, cube = 1.5 * rho, -0.5 * rho**3
+        step = torch.baddbmm(eye, z, y, beta=start, alpha=cube) if number else start * eye + cube * y
         y, z = y @ step, step @ z if number else step
-        low = (half * low * (3 - square * low * low)).clamp(max=1.0)
-        if factors.device.type == "cpu" and not goes_on.any():  # elsewhere this would synchronize
-            break
     root = z * bound.rsqrt()
     return 0.5 * (root + root.mT)
 
 
-def _iterations(condition: float) -> int:
-    """Return how many iterations reach rounding errors for matrices of this condition."""
-    low, number = condition**-0.5, 3  # the last ones converge quadratically
-    while low < 0.99:
-        square = 3 / (1 + low + low * low)
-        low *= square**0.5 / 2 * (3 - square * low * low)
-        number += 1
-    return number
+@lru_cache
+def _scales(condition: float, eps: float) -> list[float]:
+    """Return the scale of each iteration that matrices of this condition need to reach rounding errors."""
+    low, scales = condition**-0.5, []
+    while low < 1 - eps**0.5:
+        rho = (3 / (1 + low + low * low)) ** 0.5
+        low = min(rho / 2 * low * (3 - rho * rho * low * low), 1.0)
+        scales.append(rho)
+    return [*scales, 1.0]  # the last iterations converge quadratically
 
 
 def take_rotated_steps(

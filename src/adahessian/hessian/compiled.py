@@ -29,7 +29,8 @@ _Function = Callable[[Sequence[Tensor], _Buffers, Sequence[Tensor], Any], _Found
 class CompiledPass:
     """Derivatives of ``loss_fn(model, batch)`` with respect to parameters, by one compiled call per probe.
 
-    Operands that only ``H z`` needs are rounded to ``product_dtype``, unless it is None.
+    Operands that only ``H z`` needs are rounded to ``product_dtype``, unless it is None. So are those of the gradient
+    if ``needs_gradient`` is False.
     """
 
     def __init__(
@@ -38,11 +39,15 @@ class CompiledPass:
         loss_fn: Callable[..., Tensor],
         params: Sequence[Tensor],
         product_dtype: torch.dtype | None,
+        *,
+        needs_gradient: bool = True,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self._function = _FunctionalLoss(model, loss_fn, params).derivatives
         has_images = any(param.dim() == 4 and param.is_cuda for param in params)
-        self._compiled = compile_derivatives(self._function, product_dtype, channels_last=has_images)
+        self._compiled = compile_derivatives(
+            self._function, product_dtype, rounds_gradient=not needs_gradient, channels_last=has_images
+        )
         self._unused: dict[Hashable, frozenset[int]] = {}
 
     def __call__(self, batch: Any, request: Request, keep_buffers: bool, *, compiled: bool = True) -> Derivatives:
@@ -108,7 +113,9 @@ class _FunctionalLoss(nn.Module):
         return loss, gradients, [product.to(accumulation_dtype(product.dtype)) for product in products], after
 
 
-def compile_derivatives(function: _Function, product_dtype: torch.dtype | None, *, channels_last: bool) -> _Function:
+def compile_derivatives(
+    function: _Function, product_dtype: torch.dtype | None, *, rounds_gradient: bool = False, channels_last: bool
+) -> _Function:
     """Compile :meth:`_FunctionalLoss.derivatives`, optionally with images and kernels in channels-last order."""
     from adahessian.hessian.tangents import TangentPass, mark  # imports the compiler
 
@@ -123,7 +130,8 @@ def compile_derivatives(function: _Function, product_dtype: torch.dtype | None, 
     # The compiler allows eight versions of a function per code object, so each model needs its own.
     derivatives.__code__ = derivatives.__code__.replace()
     # fallback_random gives the pass the same dropout masks as the gradient.
-    options: Any = {"fallback_random": True, "post_grad_custom_pre_pass": TangentPass(product_dtype)}
+    tangents = TangentPass(product_dtype, rounds_gradient=rounds_gradient)
+    options: Any = {"fallback_random": True, "post_grad_custom_pre_pass": tangents}
     compiled: _Function = torch.compile(derivatives, fullgraph=True, dynamic=False, options=options)
     return compiled
 

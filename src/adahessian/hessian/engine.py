@@ -43,8 +43,10 @@ class Engine:
         *,
         compile: bool | None,
         product_dtype: torch.dtype | None,
+        needs_gradient: bool = True,
     ) -> None:
         self._settings = model, loss_fn, compile, product_dtype
+        self._needs_gradient = needs_gradient
         self._forget()
 
     def _forget(self) -> None:
@@ -58,7 +60,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop compiled code, which cannot be copied. The next batch decides again."""
-        return {"_settings": self._settings}
+        return {"_settings": self._settings, "_needs_gradient": self._needs_gradient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -114,7 +116,9 @@ class Engine:
         self._params = key
         why_not = self.why_not_compiled(params)
         if why_not is None:
-            self._compiled = CompiledPass(self._model, self._loss_fn, params, self._product_dtype)
+            self._compiled = CompiledPass(
+                self._model, self._loss_fn, params, self._product_dtype, needs_gradient=self._needs_gradient
+            )
         else:
             self._do_without_compiler(why_not, warn_once if self._compile else info_once)
 

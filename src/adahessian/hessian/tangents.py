@@ -2,7 +2,8 @@
 
 Forward-over-reverse differentiation computes the gradient together with its tangent. Two thirds of the matrix products
 and convolutions belong to the tangent. Rounding their operands to bfloat16 changes no bit of the gradient. The error
-that rounding adds to ``H z`` is far below the error of Hutchinson's estimate.
+that rounding adds to ``H z`` is far below the error of Hutchinson's estimate. If nobody uses the gradient, as on a
+slice of the batch, its products are rounded too.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def _(direction: Tensor) -> Tensor:
 class TangentPass(CustomGraphPass):
     """Compiler pass that removes products with a zero tangent, such as those with the batch, and rounds the rest."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | None, *, rounds_gradient: bool = False) -> None:
+        self.dtype, self.rounds_gradient = dtype, rounds_gradient
 
     def uuid(self) -> bytes:
         """Return the key of this pass in the compiler's cache."""
-        return get_hash_for_files((__file__,), str(self.dtype))
+        return get_hash_for_files((__file__,), f"{self.dtype} {self.rounds_gradient}")
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
@@ -56,7 +57,7 @@ class TangentPass(CustomGraphPass):
         if self.dtype is not None:
             rounded: dict[fx.Node, fx.Node] = {}
             for node in list(graph.nodes):
-                if node in tangents and node.target in _PRODUCTS:
+                if node.target in _PRODUCTS and (self.rounds_gradient or node in tangents) and _is_float32(node):
                     _round_operands(graph, node, rounded, self.dtype)
         for node in marks:
             node.replace_all_uses_with(node.args[0])
@@ -127,6 +128,13 @@ def _round_operands(graph: fx.Graph, product: fx.Node, rounded: dict[fx.Node, fx
         exact = _convert(graph, result, torch.float32)
         for user in users:
             user.replace_input_with(result, exact)
+
+
+def _is_float32(product: fx.Node) -> bool:
+    """Return whether the results of a product are float32. Under autocast, they have the lower precision already."""
+    values = product.meta["val"]
+    tensors = [values] if isinstance(values, Tensor) else values
+    return all(each is None or each.dtype == torch.float32 for each in tensors)
 
 
 def _convert(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -87,6 +87,11 @@ def _adahessian(
     return with_curvature(task, optimizer, mode, batch_fraction=batch_fraction, product_dtype=product_dtype)
 
 
+def _adahessian_kron(task: Task, mode: Mode) -> Training:
+    optimizer = adahessian.AdaHessianKron(adahessian.param_groups(task.model), LR, curvature_warmup=0)
+    return with_curvature(task, optimizer, mode, batch_fraction=0.25, product_dtype=torch.bfloat16)
+
+
 def measuring_every(steps: int) -> str:
     """What AdaHessian is called that measures in so many steps once, on the whole batch unless something is added."""
     return "AdaHessian, every step" if steps == 1 else f"AdaHessian, every {steps} steps"
@@ -125,6 +130,11 @@ CONTENDERS = (
     Contender(
         schedules={f"{on_a_quarter(steps)}, bf16 tangents": steps for steps in RARE_INTERVALS},
         start=partial(_adahessian, batch_fraction=0.25, product_dtype=torch.bfloat16),
+        modes=_COMPILED_MODES,
+    ),
+    Contender(
+        schedules={f"AdaHessianKron, every {steps} steps": steps for steps in RARE_INTERVALS},
+        start=_adahessian_kron,
         modes=_COMPILED_MODES,
     ),
 )

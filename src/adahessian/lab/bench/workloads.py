@@ -16,7 +16,7 @@ from adahessian.lab.models.lstm import LSTM
 from adahessian.lab.models.resnet import ResNet
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
-WorkloadName = Literal["resnet20", "resnet32", "gpt", "lstm"]
+WorkloadName = Literal["resnet20", "resnet32", "gpt", "gpt2", "lstm"]
 WORKLOAD_NAMES: tuple[WorkloadName, ...] = get_args(WorkloadName)
 
 IMAGE_CLASSES = 10
@@ -99,10 +99,21 @@ class GPTTokens(Tokens):
     """A GPT."""
 
     heads: int
+    bfloat16: bool = False
 
     def make_model(self) -> nn.Module:
         """A new GPT."""
-        return GPT(self.depth, self.width, self.heads, self.vocabulary, self.length)
+        kind = AutocastGPT if self.bfloat16 else GPT
+        return kind(self.depth, self.width, self.heads, self.vocabulary, self.length)
+
+
+class AutocastGPT(GPT):
+    """A GPT that computes in bfloat16, with float32 parameters."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token numbers to logits."""
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return super().forward(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +129,7 @@ GPU_WORKLOADS: dict[WorkloadName, Workload] = {
     "resnet20": Images(depth=20, batch_size=256),
     "resnet32": Images(depth=32, batch_size=256),
     "gpt": GPTTokens(depth=6, width=512, heads=8, vocabulary=8192, length=256, batch_size=32),
+    "gpt2": GPTTokens(depth=12, width=768, heads=12, vocabulary=50257, length=1024, batch_size=32, bfloat16=True),
     "lstm": LSTMTokens(depth=2, width=256, vocabulary=2048, length=64, batch_size=32),
 }
 # Small enough for two cores and a few minutes.
@@ -125,6 +137,7 @@ CPU_WORKLOADS: dict[WorkloadName, Workload] = {
     "resnet20": Images(depth=20, batch_size=4),
     "resnet32": Images(depth=32, batch_size=4),
     "gpt": GPTTokens(depth=2, width=128, heads=4, vocabulary=512, length=64, batch_size=4),
+    "gpt2": GPTTokens(depth=2, width=128, heads=4, vocabulary=512, length=64, batch_size=4, bfloat16=True),
     "lstm": LSTMTokens(depth=2, width=128, vocabulary=512, length=16, batch_size=16),
 }
 
