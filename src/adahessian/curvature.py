@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -138,39 +138,36 @@ class Curvature(Generic[Model]):
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
-        if not (self._pending.is_next(self.optimizer) or self.optimizer.curvature_due):
+        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
+        is_next = pending.is_next(optimizer)
+        if not (is_next or optimizer.curvature_due):
             return False
-        with self._dropping_without_memory():
-            self._measure(batch, weight)
+        try:
+            if self.batch_fraction < 1:
+                batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+            request = optimizer._begin_measurement()
+            if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
+                raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
+            is_distributed = dist.is_available() and dist.is_initialized()
+            with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
+                measure = partial(self.engine.measure, batch, request._replace(params=params))
+                derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
+            # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
+            if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
+                warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
+            pending.add(optimizer, request, derivatives, weight)
+        except torch.OutOfMemoryError as error:
+            self._drop_measurement(error)
         return True
 
-    def _measure(self, batch: Any, weight: float) -> None:
-        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
-        if self.batch_fraction < 1:
-            batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
-        request = optimizer._begin_measurement()
-        if pending.is_next(optimizer) and list(map(id, request.params)) != list(map(id, pending.request.params)):
-            raise ValueError("params changed between the micro-batches of a step. Change them after optimizer.step().")
-        with gathered(self.model, request.params) as params:
-            measure = partial(self.engine.measure, batch, request._replace(params=params))
-            derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
-        # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
-        if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
-            warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
-        pending.add(optimizer, request, derivatives, weight)
-
-    @contextmanager
-    def _dropping_without_memory(self) -> Iterator[None]:
-        """Drop the measurement if memory runs out, so that the next step uses the last curvature, if there is one."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
-            if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
-                raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
-            warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
-            self._pending._reset()
-            self.optimizer._measurement = {}  # so that none is due until the next interval
+    def _drop_measurement(self, error: torch.OutOfMemoryError) -> None:
+        """Let the next step use the last curvature, or raise the error if there is none."""
+        advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
+        if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
+            raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
+        warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
+        self._pending._reset()
+        self.optimizer._measurement = {}  # so that none is due until the next interval
 
     def _register_hook(self) -> None:
         self._pending = _Pending(self.ranks)

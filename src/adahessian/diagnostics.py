@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from adahessian.algorithm.kronecker import Matrix, Rotation, condition, rotated_update
-from adahessian.algorithm.shapes import Diagonal
+from adahessian.algorithm.shapes import Diagonal, as_real
 from adahessian.algorithm.state import Group, State, shape_of
-from adahessian.base.dtypes import accumulation_dtype, as_real
 from adahessian.base.shards import gather
 from adahessian.optimizer import AdaHessian
 
@@ -172,7 +171,7 @@ def _summarize(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gather(tensor), dtype=accumulation_dtype(tensor.dtype))
+    norm: Tensor = torch.linalg.vector_norm(gather(tensor), dtype=torch.promote_types(tensor.dtype, torch.float32))
     return norm
 
 

@@ -15,8 +15,8 @@ from adahessian.algorithm.plan import Measurement, Plan, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
 from adahessian.algorithm.sparse import check_sparse_group, step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.errors import CurvatureError
+from adahessian.base.precision import autocast_disabled
 from adahessian.base.shards import check_placement
 from adahessian.hessian.double_backward import Request, products_of, reject_sparse
 from adahessian.hessian.graph import check_twice_differentiable
@@ -200,7 +200,7 @@ class AdaHessian(Optimizer):
             _check_like("diagonal", param, values)
             if gradients is not None:
                 _check_like("gradients", param, gradients.get(param))
-        products = [values.to(accumulation_dtype(param.dtype)) for param, values in diagonal.items()]
+        products = [values.to(torch.promote_types(param.dtype, torch.float32)) for param, values in diagonal.items()]
         self._accept([*diagonal], None, [products], None if gradients is None else [gradients[p] for p in diagonal])
 
     def _begin_measurement(self) -> Request:
@@ -231,7 +231,8 @@ class AdaHessian(Optimizer):
         all ones. A product of None marks a parameter that took no part in the loss.
         """
         self._plan.refresh(self.param_groups, self.state)
-        self._measurement = self._plan.reduce(params, probes, products, gradients)
+        with autocast_disabled():
+            self._measurement = self._plan.reduce(params, probes, products, gradients)
 
     def _shapes(self, params: Sequence[Tensor]) -> list[CurvatureShape]:
         """Return the curvature shapes of these parameters. Sharded parameters count as whole."""
@@ -272,7 +273,8 @@ class AdaHessian(Optimizer):
         self._plan.refresh(self.param_groups, self.state)
 
         is_measured = self._measurement is not None
-        self._plan.step(ready, self._measurement or {})
+        with autocast_disabled():
+            self._plan.step(ready, self._measurement or {})
         if ready:
             self._measurement = None
         for group in self.param_groups:

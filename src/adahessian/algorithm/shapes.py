@@ -39,6 +39,15 @@ class Estimate(NamedTuple):
     not_finite: Tensor  # whether the square of any value is inf or NaN, which drops the whole measurement
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as a stack of its real and imaginary parts. Return a real tensor unchanged.
+
+    >>> as_real(torch.tensor([1 + 2j, 3 + 4j])).tolist()
+    [[1.0, 3.0], [2.0, 4.0]]
+    """
+    return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 0) if tensor.is_complex() else tensor
+
+
 def here_alone(tensor: Tensor) -> Tensor:
     """Return the sum over shards for a parameter that is not sharded, which is the tensor itself."""
     return tensor

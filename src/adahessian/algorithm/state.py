@@ -25,7 +25,6 @@ from torch import Tensor
 
 from adahessian.algorithm.kronecker import Rotation, rotation_for
 from adahessian.algorithm.shapes import CurvatureShape, shape_for
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.shards import is_sharded, local, rows_cut_by, rows_here, shard_like
 
 Group = dict[str, Any]
@@ -57,7 +56,7 @@ def shape_here(param: Tensor, group: Group) -> CurvatureShape:
 
 def curvature_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype of the parts of a state that are always float32 or wider."""
-    return accumulation_dtype(param.dtype).to_real()
+    return torch.promote_types(param.dtype, torch.float32).to_real()
 
 
 def new_counts(name: str, number: int, param: Tensor, group: Group) -> Tensor:

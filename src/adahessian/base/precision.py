@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Disables autocast on all devices. A gradient may run under an autocast that its forward pass did not run under, and so
+# may the optimizer.
+autocast_disabled = torch._C._DisableAutocast
+
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast on a tensor's device.

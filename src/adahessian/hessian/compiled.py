@@ -12,7 +12,6 @@ from torch.func import functional_call, grad, jvp
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from adahessian.base.batches import map_tensors, signature
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.hessian.attention import plain_attention
 from adahessian.hessian.batch_norm import batch_norm_forward
 from adahessian.hessian.double_backward import Derivatives, Request
@@ -105,7 +104,7 @@ class _FunctionalLoss(nn.Module):
 
         found: Any = jvp(grad(loss_at, has_aux=True), (list(params),), (list(probe),), has_aux=True)
         gradients, products, (loss, after) = found
-        return loss, gradients, [product.to(accumulation_dtype(product.dtype)) for product in products], after
+        return loss, gradients, [each.to(torch.promote_types(each.dtype, torch.float32)) for each in products], after
 
 
 def compile_derivatives(function: _Function, product_dtype: torch.dtype | None, *, channels_last: bool) -> _Function:
