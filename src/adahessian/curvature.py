@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian.algorithm.options import is_integer, is_number
+from adahessian.algorithm.options import check, is_integer, is_number
 from adahessian.base.batches import slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
@@ -92,14 +92,11 @@ class Curvature(Generic[Model]):
         check_not_flattened(model)
         _check_arguments_of(loss_fn)
         batch_fraction = optimizer.default_batch_fraction if batch_fraction is None else batch_fraction
-        if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
-            raise ValueError(f"batch_fraction={batch_fraction!r} is invalid. Pass a number above 0 and at most 1.")
-        if not (is_integer(batch_dim) and batch_dim >= 0):
-            raise ValueError(f"batch_dim={batch_dim!r} is invalid. Pass a non-negative integer.")
-        if not (compile is None or isinstance(compile, bool)):
-            raise ValueError(f"compile={compile!r} is invalid. Pass True, False or None.")
-        if product_dtype not in (None, torch.bfloat16):
-            raise ValueError(f"product_dtype={product_dtype!r} is invalid. Pass torch.bfloat16 or None.")
+        is_fraction = is_number(batch_fraction) and 0 < batch_fraction <= 1
+        check("batch_fraction", batch_fraction, is_fraction, "a number above 0 and at most 1")
+        check("batch_dim", batch_dim, is_integer(batch_dim) and batch_dim >= 0, "a non-negative integer")
+        check("compile", compile, compile is None or isinstance(compile, bool), "True, False or None")
+        check("product_dtype", product_dtype, product_dtype in (None, torch.bfloat16), "torch.bfloat16 or None")
         if not (scaler is None or isinstance(scaler, GradScaler)):
             raise TypeError(f"scaler is a {type(scaler).__name__}. Pass a torch.amp.GradScaler or None.")
         self.ranks: Ranks | None = ranks_of(model, process_group)

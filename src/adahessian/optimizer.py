@@ -168,7 +168,12 @@ class AdaHessian(Optimizer):
     @property
     def curvature_due(self) -> bool:
         """Whether the next step still needs a measurement."""
-        return self._measurement is None and any(map(_is_due, self._measured_groups()))
+        return self._measurement is None and any(
+            group["measurements"] == 0
+            or group["steps"] < group["curvature_warmup"]
+            or group["staleness"] >= group["curvature_every"]
+            for group in self._measured_groups()
+        )
 
     @torch.no_grad()
     def set_curvature(
@@ -405,15 +410,6 @@ class AdaHessian(Optimizer):
         self._plan = Plan()
         self._overdue_warned = False
         self._dropped_seen = 0  # set by diagnose
-
-
-def _is_due(group: Group) -> bool:
-    """Return whether the next step needs a measurement: the first ones, then every ``curvature_every`` steps."""
-    return bool(
-        group["measurements"] == 0
-        or group["steps"] < group["curvature_warmup"]
-        or group["staleness"] >= group["curvature_every"]
-    )
 
 
 def _are_zero(gradients: Sequence[Tensor]) -> bool:

@@ -80,9 +80,11 @@ def products_of(
     products: list[list[Tensor | None]] = []
     for probe in range(request.num_probes):
         z = request.draw(probe)
-        hz = _differentiate(gradients, request.params, z, retain_graph=probe + 1 < request.num_probes)
+        is_kept = probe + 1 < request.num_probes
+        hz = _differentiate(gradients, request.params, z, retain_graph=is_kept, materialize_grads=True)
+        known = [None if gradient is None else product for gradient, product in zip(gradients, hz, strict=True)]
         probes.append(z)
-        products.append([_in_wide_dtype(*each) for each in zip(gradients, hz, request.params, strict=True)])
+        products.append([p if p is None else p.to(torch.promote_types(p.dtype, torch.float32)) for p in known])
     return probes, products
 
 
@@ -95,12 +97,6 @@ def _differentiate(
         return torch.autograd.grad([y for y, _ in pairs], inputs, [v for _, v in pairs], allow_unused=True, **options)
     except RuntimeError as error:
         raise explain(error) from error
-
-
-def _in_wide_dtype(gradient: Tensor | None, product: Tensor | None, param: Tensor) -> Tensor | None:
-    if gradient is None:
-        return None
-    return (torch.zeros_like(param) if product is None else product).to(torch.promote_types(param.dtype, torch.float32))
 
 
 def reject_sparse(gradient: Tensor | None) -> None:
