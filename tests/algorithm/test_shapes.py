@@ -16,7 +16,7 @@ shapes = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 
 
 def make(shape, averaging="auto", block_size=1, parts=1):
-    return shape_for(torch.Size(shape), {"averaging": averaging, "block_size": block_size}, parts)
+    return shape_for(shape, averaging, block_size, parts)
 
 
 def brought_back(of, values, shape):

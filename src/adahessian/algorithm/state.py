@@ -40,10 +40,10 @@ COUNTS = ("step", "measurements", "dropped")
 
 def shape_of(param: Tensor, group: Group) -> CurvatureShape:
     """Return the shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
+    shape, block_size = tuple(param.shape), int(group["block_size"])
     if "damping" in group:
-        kind, groups = group.get("kind", "kernel"), group.get("conv_groups", 1)
-        return rotation_for(tuple(param.shape), group["block_size"], kind, groups)
-    return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
+        return rotation_for(shape, block_size, group.get("kind", "kernel"), group.get("conv_groups", 1))
+    return shape_for(shape, group["averaging"], block_size, parts=2 if param.is_complex() else 1)
 
 
 def shape_here(param: Tensor, group: Group) -> CurvatureShape:
