@@ -248,32 +248,29 @@ class _Graphs:
 
     def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives | None:
         """Compute the curvature, or return None if memory runs out and the last curvature stays."""
+        step, request = self._step, curvature.optimizer._begin_measurement()
         try:
-            return self._replay_derivatives(curvature, keep_buffers)
+            if self._derivatives is None or len(self._probes) != request.num_probes:
+                self._probes = [request.draw(probe) for probe in range(request.num_probes)]
+                static = request._replace(draw=lambda probe, out=None: self._probes[probe])
+                part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
+                with autocast_cache_disabled():
+                    compute = step._engine.pass_for(part, static)  # compiles before the capture
+
+                def derivatives() -> Derivatives:
+                    found = compute(part, static, keep_buffers)
+                    return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
+
+                self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
+            for number, probe in enumerate(self._probes):
+                request.draw(number, out=probe)
+            # A pass on a slice restores random states. A pass that also gives the gradient advances them.
+            with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
+                found = self._derivatives.replay()
+            curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
         except torch.OutOfMemoryError as error:
             curvature._drop_measurement(error)
             return None
-
-    def _replay_derivatives(self, curvature: Curvature[Any], keep_buffers: bool) -> Derivatives:
-        step, request = self._step, curvature.optimizer._begin_measurement()
-        if self._derivatives is None or len(self._probes) != request.num_probes:
-            self._probes = [request.draw(probe) for probe in range(request.num_probes)]
-            static = request._replace(draw=lambda probe, out=None: self._probes[probe])
-            part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
-            with autocast_cache_disabled():
-                compute = step._engine.pass_for(part, static)  # compiles before the capture
-
-            def derivatives() -> Derivatives:
-                found = compute(part, static, keep_buffers)
-                return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
-
-            self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
-        for number, probe in enumerate(self._probes):
-            request.draw(number, out=probe)
-        # A pass on a slice restores random states. A pass that also gives the gradient advances them, as any step does.
-        with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
-            found = self._derivatives.replay()
-        curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
         return found
 
 
