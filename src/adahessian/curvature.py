@@ -106,10 +106,8 @@ class Curvature(Generic[Model]):
         self.optimizer = optimizer
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
         self.scaler = scaler
-        self._loss_scale: LossScale | None = None
-        if scaler is not None and scaler.is_enabled():
-            self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
-        self.engine = Engine(self.model, loss_fn, compile=compile, product_dtype=product_dtype)
+        self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
+        self.engine = Engine(self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
@@ -130,8 +128,7 @@ class Curvature(Generic[Model]):
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
             torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
-            ValueError: If the batch cannot be sliced, the weight is invalid, or parameters were frozen, unfrozen or
-                added since the last call for the same step.
+            ValueError: If the batch cannot be sliced, the weight is invalid, or the parameters changed within a step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")

@@ -15,10 +15,7 @@ autocast_disabled = torch._C._DisableAutocast
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast on a tensor's device.
-
-    A gradient may run under an autocast that its forward pass did not run under, and so may the optimizer.
-    """
+    """Disable autocast on a tensor's device."""
     kind = tensor.device.type
     # The meta device has no autocast, and asking for it raises an error.
     return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext()
