@@ -46,10 +46,8 @@ def double_backward(
 ) -> Derivatives:
     """Differentiate ``loss_fn(model, batch)`` twice, in an isolated pass on the model itself.
 
-    ``check_graph`` searches the graph for operations whose second derivative PyTorch silently gets wrong.
-
-    Raises:
-        CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
+    Raise a CurvatureError if that is impossible. ``check_graph`` also searches the graph for operations whose second
+    derivative PyTorch silently gets wrong.
     """
     with isolated(model, substitutes or {}, request.params, keep_buffers=keep_buffers), torch.enable_grad():
         loss = loss_fn(model, batch)
