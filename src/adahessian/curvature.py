@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian.algorithm.options import is_integer, is_number
+from adahessian.algorithm.options import check, is_integer, is_number
 from adahessian.base.batches import slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
@@ -93,14 +93,11 @@ class Curvature(Generic[Model]):
         check_not_flattened(model)
         _check_arguments_of(loss_fn)
         batch_fraction = optimizer.default_batch_fraction if batch_fraction is None else batch_fraction
-        if not (is_number(batch_fraction) and 0 < batch_fraction <= 1):
-            raise ValueError(f"batch_fraction={batch_fraction!r} is invalid. Pass a number above 0 and at most 1.")
-        if not (is_integer(batch_dim) and batch_dim >= 0):
-            raise ValueError(f"batch_dim={batch_dim!r} is invalid. Pass a non-negative integer.")
-        if not (compile is None or isinstance(compile, bool)):
-            raise ValueError(f"compile={compile!r} is invalid. Pass True, False or None.")
-        if product_dtype not in (None, torch.bfloat16):
-            raise ValueError(f"product_dtype={product_dtype!r} is invalid. Pass torch.bfloat16 or None.")
+        is_fraction = is_number(batch_fraction) and 0 < batch_fraction <= 1
+        check("batch_fraction", batch_fraction, is_fraction, "a number above 0 and at most 1")
+        check("batch_dim", batch_dim, is_integer(batch_dim) and batch_dim >= 0, "a non-negative integer")
+        check("compile", compile, compile is None or isinstance(compile, bool), "True, False or None")
+        check("product_dtype", product_dtype, product_dtype in (None, torch.bfloat16), "torch.bfloat16 or None")
         if not (scaler is None or isinstance(scaler, GradScaler)):
             raise TypeError(f"scaler is a {type(scaler).__name__}. Pass a torch.amp.GradScaler or None.")
         self.ranks: Ranks | None = ranks_of(model, process_group)
@@ -110,12 +107,10 @@ class Curvature(Generic[Model]):
         self.optimizer = optimizer
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
         self.scaler = scaler
-        self._loss_scale: LossScale | None = None
-        if scaler is not None and scaler.is_enabled():
-            self._loss_scale = loss_fn = LossScale(loss_fn, scaler)
+        self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
         # TrainingStep takes the gradient of a whole batch from the same pass.
         dtypes: Any = {"product_dtype": product_dtype, "needs_gradient": batch_fraction == 1}
-        self.engine = Engine(self.model, loss_fn, compile=compile, **dtypes)
+        self.engine = Engine(self.model, self._loss_scale or loss_fn, compile=compile, **dtypes)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
@@ -136,44 +131,40 @@ class Curvature(Generic[Model]):
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
             torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
-            ValueError: If the batch cannot be sliced, the weight is invalid, or parameters were frozen, unfrozen or
-                added since the last call for the same step.
+            ValueError: If the batch cannot be sliced, the weight is invalid, or the parameters changed within a step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
-        if not (self._pending.is_next(self.optimizer) or self.optimizer.curvature_due):
+        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
+        is_next = pending.is_next(optimizer)
+        if not (is_next or optimizer.curvature_due):
             return False
-        with self._dropping_without_memory():
-            self._measure(batch, weight)
+        try:
+            if self.batch_fraction < 1:
+                batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+            request = optimizer._begin_measurement()
+            if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
+                raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
+            is_distributed = dist.is_available() and dist.is_initialized()
+            with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
+                measure = partial(self.engine.measure, batch, request._replace(params=params))
+                derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
+            # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
+            if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
+                warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
+            pending.add(optimizer, request, derivatives, weight)
+        except torch.OutOfMemoryError as error:
+            self._drop_measurement(error)
         return True
 
-    def _measure(self, batch: Any, weight: float) -> None:
-        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
-        if self.batch_fraction < 1:
-            batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
-        request = optimizer._begin_measurement()
-        if pending.is_next(optimizer) and list(map(id, request.params)) != list(map(id, pending.request.params)):
-            raise ValueError("params changed between the micro-batches of a step. Change them after optimizer.step().")
-        with gathered(self.model, request.params) as params:
-            measure = partial(self.engine.measure, batch, request._replace(params=params))
-            derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
-        # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
-        if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
-            warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
-        pending.add(optimizer, request, derivatives, weight)
-
-    @contextmanager
-    def _dropping_without_memory(self) -> Iterator[None]:
-        """Drop the measurement if memory runs out, so that the next step uses the last curvature, if there is one."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
-            if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
-                raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
-            warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
-            self._pending._reset()
-            self.optimizer._measurement = {}  # so that none is due until the next interval
+    def _drop_measurement(self, error: torch.OutOfMemoryError) -> None:
+        """Let the next step use the last curvature, or raise the error if there is none."""
+        advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
+        if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
+            raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
+        warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
+        self._pending._reset()
+        self.optimizer._measurement = {}  # so that none is due until the next interval
 
     def _register_hook(self) -> None:
         self._pending = _Pending(self.ranks)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from adahessian.algorithm.kronecker import Matrix, Rotation, condition, rotated_update
-from adahessian.algorithm.shapes import Diagonal
+from adahessian.algorithm.shapes import Diagonal, as_real
 from adahessian.algorithm.state import Group, State, shape_of
-from adahessian.base.dtypes import accumulation_dtype, as_real
 from adahessian.base.shards import gather
 from adahessian.optimizer import AdaHessian
 
@@ -67,7 +66,7 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
     readings = [_measure(param, group, optimizer.state.get(param, {})) for _, param, group in members]
     _read_tensors(readings)
     for (_, _, group), read in zip(members, readings, strict=True):
-        if read["step"]:
+        if read["step"] and "direction" in read:
             read["direction"] /= 1 - group["betas"][0] ** read["step"]
             read["update_norm"] = read["lr"] * read["direction"]
             if group["weight_decay"]:
@@ -112,7 +111,8 @@ def _named_parameters(optimizer: AdaHessian, model: nn.Module | None) -> Iterato
 @torch.no_grad()
 def _measure(param: Tensor, group: Group, state: State) -> Reading:
     """Compute the numbers of a parameter, with means over its blocks."""
-    found = {"size": param.numel(), "lr": group["lr"], "step": 0.0, "dropped": 0.0, "unmeasured": 1.0}
+    found = {"size": param.numel(), "lr": group["lr"], "unmeasured": 1.0}
+    found |= {key: state.get(key, 0.0) for key in ("step", "dropped")}
     found["param_norm"] = _norm(param)
     if param.grad is not None:
         found["grad_norm"] = _norm(param.grad)
@@ -120,7 +120,6 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
     if isinstance(shape, Rotation) and state.get("step"):
         stored, beta1 = [gather(state[key]) for key in shape.stored], group["betas"][0]
         update = rotated_update(gather(state["exp_avg"]), shape, stored, state["step"].item(), beta1)
-        found |= {key: state[key] for key in ("step", "dropped")}
         found["unmeasured"] = state["measurements"].eq(0).to(torch.float32)
         found["direction"] = _norm(update) * (1 - beta1 ** state["step"].item())
         squares = stored[0]
@@ -139,8 +138,6 @@ def _measure(param: Tensor, group: Group, state: State) -> Reading:
             "unmeasured": unmeasured.to(rms).mean(),
             "at_eps": rms.pow(group["hessian_power"]).lt(group["eps"]).to(rms).mean(),
             "direction": _norm(exp_avg / shape.denominator(stored, group["hessian_power"], group["eps"])),
-            "step": state["step"],
-            "dropped": state["dropped"],
         }
     return found
 
@@ -172,7 +169,7 @@ def _summarize(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gather(tensor), dtype=accumulation_dtype(tensor.dtype))
+    norm: Tensor = torch.linalg.vector_norm(gather(tensor), dtype=torch.promote_types(tensor.dtype, torch.float32))
     return norm
 
 

@@ -52,10 +52,7 @@ def param_groups(
     weights = {each._parameters.get("weight") for each in embeddings}
     tables = {each._parameters.get("weight") for each in embeddings if each.sparse and sparse_lr is not None} - {None}
     if sparse_lr is not None and not tables:
-        raise ValueError(
-            f"sparse_lr={sparse_lr} needs an nn.Embedding or nn.EmbeddingBag with sparse=True, but the model has none. "
-            "Leave sparse_lr at None."
-        )
+        raise ValueError(f"sparse_lr={sparse_lr} needs a table with sparse=True, but the model has none. Pass None.")
     groups: dict[tuple[tuple[str, Any], ...], list[tuple[str, nn.Parameter]]] = {}
     for name, param in model.named_parameters():
         prefix = name.rpartition(".")[0]

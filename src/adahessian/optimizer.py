@@ -15,8 +15,8 @@ from adahessian.algorithm.plan import Measurement, Plan, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
 from adahessian.algorithm.sparse import check_sparse_group, step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.errors import CurvatureError
+from adahessian.base.precision import autocast_disabled
 from adahessian.base.shards import check_placement
 from adahessian.hessian.double_backward import Request, products_of, reject_sparse
 from adahessian.hessian.graph import check_twice_differentiable
@@ -114,46 +114,22 @@ class AdaHessian(Optimizer):
         capturable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "hessian_power": hessian_power,
-            "block_size": block_size,
-            "averaging": averaging,
-            "signed": signed,
-            "num_probes": num_probes,
-            "curvature_every": curvature_every,
-            "curvature_warmup": curvature_warmup,
-            "steady_start": steady_start,
-            "seed": seed,
-            "maximize": maximize,
-            "capturable": capturable,
-            "fused": fused,
-        }
-        self._start(params, defaults)
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options |= {"hessian_power": hessian_power, "block_size": block_size, "averaging": averaging, "signed": signed}
+        options |= {"num_probes": num_probes, "curvature_every": curvature_every, "curvature_warmup": curvature_warmup}
+        options |= {"steady_start": steady_start, "seed": seed, "maximize": maximize}
+        self._start(params, {**options, "capturable": capturable, "fused": fused})
 
     def _start(self, params: ParamsT, options: dict[str, Any]) -> None:
-        defaults = {
-            **options,
-            "sparse": False,
-            # Counts, not options: steps taken, measurements used, and steps taken with the newest measurement. They
-            # are in the groups because every kind of checkpoint saves the groups.
-            "steps": 0,
-            "measurements": 0,
-            "staleness": 0,
-        }
+        # Counts, not options: steps taken, measurements used, and steps taken with the newest measurement. They are in
+        # the groups because every kind of checkpoint saves the groups.
+        defaults = {**options, "sparse": False, "steps": 0, "measurements": 0, "staleness": 0}
         validate(defaults)
         self._forget_transients()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. The next step measures all groups.
-
-        Raises:
-            ValueError: If an option of the group is out of range.
-        """
+        """Add a parameter group, or raise a ValueError if an option is invalid. The next step measures all groups."""
         if isinstance(param_group, dict):
             validate({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -168,7 +144,12 @@ class AdaHessian(Optimizer):
     @property
     def curvature_due(self) -> bool:
         """Whether the next step still needs a measurement."""
-        return self._measurement is None and any(map(_is_due, self._measured_groups()))
+        return self._measurement is None and any(
+            group["measurements"] == 0
+            or group["steps"] < group["curvature_warmup"]
+            or group["staleness"] >= group["curvature_every"]
+            for group in self._measured_groups()
+        )
 
     @torch.no_grad()
     def set_curvature(
@@ -194,13 +175,11 @@ class AdaHessian(Optimizer):
         own = {param for param, _, _ in parameters_of(self.param_groups)}
         for param, values in diagonal.items():
             if param not in own:
-                raise ValueError(
-                    "diagonal has a key that is not a parameter of this optimizer. Use the parameters in param_groups."
-                )
+                raise ValueError("diagonal has a key that is not a parameter of this optimizer. Leave it out.")
             _check_like("diagonal", param, values)
             if gradients is not None:
                 _check_like("gradients", param, gradients.get(param))
-        products = [values.to(accumulation_dtype(param.dtype)) for param, values in diagonal.items()]
+        products = [values.to(torch.promote_types(param.dtype, torch.float32)) for param, values in diagonal.items()]
         self._accept([*diagonal], None, [products], None if gradients is None else [gradients[p] for p in diagonal])
 
     def _begin_measurement(self) -> Request:
@@ -231,7 +210,8 @@ class AdaHessian(Optimizer):
         all ones. A product of None marks a parameter that took no part in the loss.
         """
         self._plan.refresh(self.param_groups, self.state)
-        self._measurement = self._plan.reduce(params, probes, products, gradients)
+        with autocast_disabled():
+            self._measurement = self._plan.reduce(params, probes, products, gradients)
 
     def _shapes(self, params: Sequence[Tensor]) -> list[CurvatureShape]:
         """Return the curvature shapes of these parameters. Sharded parameters count as whole."""
@@ -272,7 +252,8 @@ class AdaHessian(Optimizer):
         self._plan.refresh(self.param_groups, self.state)
 
         is_measured = self._measurement is not None
-        self._plan.step(ready, self._measurement or {})
+        with autocast_disabled():
+            self._plan.step(ready, self._measurement or {})
         if ready:
             self._measurement = None
         for group in self.param_groups:
@@ -314,16 +295,13 @@ class AdaHessian(Optimizer):
             param.grad = param.grad.detach()
 
     def _warn_if_overdue(self) -> None:
-        if self._measurement is not None or self._overdue_warned:
-            return
-        for group in self._measured_groups():
-            # A due measurement has been missing for more than two intervals.
-            if group["measurements"] and group["staleness"] > 3 * group["curvature_every"]:
+        for group in self._measured_groups() if self._measurement is None and not self._overdue_warned else ():
+            every, age = group["curvature_every"], group["staleness"]
+            if group["measurements"] and age > 3 * every:  # a due measurement has been missing for two intervals
                 self._overdue_warned = True
                 warnings.warn(
-                    f"The curvature is {group['staleness']} steps old, but curvature_every={group['curvature_every']}. "
-                    "Before each step, call curvature.measure(batch) or "
-                    "loss.backward(create_graph=optimizer.curvature_due).",
+                    f"The curvature is {age} steps old, but curvature_every={every}. Before each step, call "
+                    "curvature.measure(batch) or loss.backward(create_graph=optimizer.curvature_due).",
                     stacklevel=5,  # skips step and the two wrappers that PyTorch adds to it
                 )
                 return
@@ -403,15 +381,6 @@ class AdaHessian(Optimizer):
         self._plan = Plan()
         self._overdue_warned = False
         self._dropped_seen = 0  # set by diagnose
-
-
-def _is_due(group: Group) -> bool:
-    """Return whether the next step needs a measurement: the first ones, then every ``curvature_every`` steps."""
-    return bool(
-        group["measurements"] == 0
-        or group["steps"] < group["curvature_warmup"]
-        or group["staleness"] >= group["curvature_every"]
-    )
 
 
 def _are_zero(gradients: Sequence[Tensor]) -> bool:

@@ -141,11 +141,13 @@ class TrainingStep:
         if curvature is not None and curvature.batch_fraction < 1:
             curvature.measure(batch)
         elif curvature is not None:
-            with curvature._dropping_without_memory():
+            try:
                 request = curvature.optimizer._begin_measurement()
                 found = self._engine.derivatives(batch, request, keep_buffers=True)
                 curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
                 return found.loss, _as_backward_leaves(found.gradients, params)
+            except torch.OutOfMemoryError as error:
+                curvature._drop_measurement(error)
         return _differentiate(self._loss(key, batch, params), batch, params)
 
     def _replay(
@@ -231,8 +233,8 @@ class _Graphs:
             for static, tensor in zip(tensors_in(self._batch), tensors_in(batch), strict=True):
                 static.copy_(tensor, non_blocking=True)
         if curvature is not None and curvature.batch_fraction == 1:
-            with curvature._dropping_without_memory():
-                return self._measure(curvature, keep_buffers=True)[:2]
+            if (found := self._measure(curvature, keep_buffers=True)) is not None:
+                return found[:2]
             curvature = None
         step = self._step
         if self._gradient is None:  # first, because the curvature pass on a slice can reuse its memory
@@ -241,30 +243,34 @@ class _Graphs:
             differentiate = partial(_differentiate, loss_of, self._batch, self._params)
             self._gradient = CapturedFunction(differentiate, step._model, step._memory)
         if curvature is not None:
-            with curvature._dropping_without_memory():
-                self._measure(curvature, keep_buffers=False)
+            self._measure(curvature, keep_buffers=False)
         return self._gradient.replay()
 
-    def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives:
+    def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives | None:
+        """Compute the curvature, or return None if memory runs out and the last curvature stays."""
         step, request = self._step, curvature.optimizer._begin_measurement()
-        if self._derivatives is None or len(self._probes) != request.num_probes:
-            self._probes = [request.draw(probe) for probe in range(request.num_probes)]
-            static = request._replace(draw=lambda probe, out=None: self._probes[probe])
-            part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
-            with autocast_cache_disabled():
-                compute = step._engine.pass_for(part, static)  # compiles before the capture
+        try:
+            if self._derivatives is None or len(self._probes) != request.num_probes:
+                self._probes = [request.draw(probe) for probe in range(request.num_probes)]
+                static = request._replace(draw=lambda probe, out=None: self._probes[probe])
+                part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
+                with autocast_cache_disabled():
+                    compute = step._engine.pass_for(part, static)  # compiles before the capture
 
-            def derivatives() -> Derivatives:
-                found = compute(part, static, keep_buffers)
-                return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
+                def derivatives() -> Derivatives:
+                    found = compute(part, static, keep_buffers)
+                    return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
 
-            self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
-        for number, probe in enumerate(self._probes):
-            request.draw(number, out=probe)
-        # A pass on a slice restores random states. A pass that also gives the gradient advances them, as any step does.
-        with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
-            found = self._derivatives.replay()
-        curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+                self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
+            for number, probe in enumerate(self._probes):
+                request.draw(number, out=probe)
+            # A pass on a slice restores random states. A pass that also gives the gradient advances them.
+            with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
+                found = self._derivatives.replay()
+            curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+        except torch.OutOfMemoryError as error:
+            curvature._drop_measurement(error)
+            return None
         return found
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import reference
 from adahessian import AdaHessian
-from adahessian.algorithm.shapes import UNTOUCHED, shape_for
+from adahessian.algorithm.shapes import UNTOUCHED, as_real, shape_for
 
 shapes = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 
 
 def make(shape, averaging="auto", block_size=1, parts=1):
-    return shape_for(torch.Size(shape), {"averaging": averaging, "block_size": block_size}, parts)
+    return shape_for(shape, averaging, block_size, parts)
 
 
 def brought_back(of, values, shape):
@@ -183,3 +183,11 @@ def test_only_the_first_measurement_is_steadied():
         optimizer.step()
         expected = ((diagonal.square() + 5 / 3) / 2).sqrt() if first else diagonal
         torch.testing.assert_close(optimizer.state[param]["hessian_rms"], expected)
+
+
+def test_complex_tensors_are_viewed():
+    x = torch.zeros(2, 3, dtype=torch.complex64)
+    as_real(x)[1] += 2
+    assert x.eq(2j).all()
+    real = torch.zeros(2)
+    assert as_real(real) is real

@@ -434,7 +434,7 @@ def test_a_wrong_product_is_not_used(said, case):
         found = measured(model, case.loss, batch, compile=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert said.messages[-1].startswith("Curvature by double backward, not compiled: it differs")
-    assert "30.0% for a single parameter" in said.messages[-1]
+    assert "30.0% for one parameter" in said.messages[-1]
     assert said.records[-1].levelname == "WARNING"
 
 

@@ -142,9 +142,7 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
         on_host = not group["capturable"] and not isinstance(group["lr"], Tensor)
         wanted = on_host and param.is_cuda and _has_triton(param.device)
     elif wanted and not param.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError(
-            f"fused=True needs parameters on CUDA, but one is on {param.device}. Move the model, or leave fused=None."
-        )
+        raise RuntimeError(f"fused=True needs CUDA, but a parameter is on {param.device}. Move it, or pass fused=None.")
     if not (wanted and isinstance(shape, Blocks) and param.dtype in _DTYPES) or is_traceable_wrapper_subclass(param):
         return False
     is_channels_last = shape.kernel_dims == param.dim() - 2 > 0 and param.movedim(1, -1).is_contiguous()

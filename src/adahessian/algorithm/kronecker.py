@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from adahessian.algorithm.shapes import CurvatureShape, Estimate
 from adahessian.algorithm.update import decay_weights
-from adahessian.base.precision import accurate_matmul, without_autocast
+from adahessian.base.precision import accurate_matmul, autocast_disabled
 
 # Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
@@ -546,7 +546,7 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: flo
 def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float) -> Tensor:
     """Compute the update of one parameter with this momentum. For diagnosis."""
     family = Family([0], [shape])
-    with without_autocast(exp_avg):
+    with autocast_disabled():
         direction, sizes = _direction(family, [exp_avg], [stored])
     scale = _scale(family, family.read([stored], -1), sizes, number, beta1)
     return family.unstack(direction * scale[:, None])[0]

@@ -18,37 +18,36 @@ def validate(options: Mapping[str, Any]) -> None:
     lr, betas, fused = options["lr"], options["betas"], options["fused"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}. Pass one value per group.")
-    if not (isinstance(lr, Tensor) or is_number(lr)) or not lr >= 0:
-        raise ValueError(f"lr={lr!r} is invalid. Pass a non-negative float or one-element tensor.")
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
-        raise ValueError(f"betas={betas!r} is invalid. Pass two floats, each at least 0 and below 1.")
+    is_scalar = isinstance(lr, Tensor) or is_number(lr)
+    are_two = isinstance(betas, (tuple, list)) and len(betas) == 2
+    check("lr", lr, is_scalar and lr >= 0, "a non-negative float or one-element tensor")
+    check("betas", betas, are_two and all(is_number(b) and 0 <= b < 1 for b in betas), "two floats in [0, 1)")
     for name in ("eps", "weight_decay"):
-        if not (is_number(options[name]) and 0 <= options[name] < math.inf):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass a finite, non-negative number.")
-    if not (is_number(options["hessian_power"]) and 0 <= options["hessian_power"] <= 1):
-        raise ValueError(f"hessian_power={options['hessian_power']!r} is invalid. Pass a number from 0 to 1.")
+        check(name, value := options[name], is_number(value) and 0 <= value < math.inf, "a finite, non-negative number")
+    power, damping, seed = options["hessian_power"], options.get("damping", 1), options["seed"]
+    check("hessian_power", power, is_number(power) and 0 <= power <= 1, "a number from 0 to 1")
     for name, least in (("block_size", 1), ("num_probes", 1), ("curvature_every", 1), ("curvature_warmup", 0)):
-        if not (is_integer(options[name]) and options[name] >= least):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass an integer of at least {least}.")
-    if "damping" in options and not (is_number(options["damping"]) and 0 < options["damping"] <= 1):
-        raise ValueError(f"damping={options['damping']!r} is invalid. Pass a number above 0 and at most 1.")
-    if not is_integer(options["seed"]):
-        raise ValueError(f"seed={options['seed']!r} is invalid. Pass an integer.")
+        check(name, value := options[name], is_integer(value) and value >= least, f"an integer of at least {least}")
+    check("damping", damping, is_number(damping) and 0 < damping <= 1, "a number above 0 and at most 1")
+    check("seed", seed, is_integer(seed), "an integer")
     for name in ("signed", "steady_start", "maximize", "capturable", "sparse"):
-        if not isinstance(options[name], bool):
-            raise ValueError(f"{name}={options[name]!r} is invalid. Pass True or False.")
-    if options["averaging"] not in AVERAGINGS:
-        raise ValueError(f"averaging={options['averaging']!r} is invalid. Pass one of {', '.join(AVERAGINGS)}.")
+        check(name, options[name], isinstance(options[name], bool), "True or False")
+    check("averaging", options["averaging"], options["averaging"] in AVERAGINGS, f"one of {', '.join(AVERAGINGS)}")
+    check("fused", fused, fused is None or isinstance(fused, bool), "True, False or None")
     if options["signed"] and options["averaging"] == "factored":
         raise ValueError("signed=True conflicts with averaging='factored', which stores squares. Pass signed=False.")
-    if not (fused is None or isinstance(fused, bool)):
-        raise ValueError(f"fused={fused!r} is invalid. Pass True, False or None.")
     if fused and (options["capturable"] or isinstance(lr, Tensor)):
         raise ValueError("fused=True needs a float lr and capturable=False. Pass both, or leave fused=None.")
     if fused and options["averaging"] == "factored":
         raise ValueError("fused=True does not support averaging='factored'. Leave fused=None.")
     if fused and importlib.util.find_spec("triton") is None:
         raise ValueError("fused=True needs Triton, which is not installed. Install Triton, or leave fused=None.")
+
+
+def check(name: str, value: object, is_valid: bool, wanted: str) -> None:
+    """Raise a ValueError that names an argument and its value, unless the value is valid."""
+    if not is_valid:
+        raise ValueError(f"{name}={value!r} is invalid. Pass {wanted}.")
 
 
 def is_number(value: object) -> bool:

@@ -25,11 +25,9 @@ from adahessian.algorithm.kronecker import (
     take_rotated_steps,
 )
 from adahessian.algorithm.probes import draw_like, probe_key
-from adahessian.algorithm.shapes import Estimate, hutchinson
+from adahessian.algorithm.shapes import Estimate, as_real, hutchinson
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
-from adahessian.base.dtypes import as_real
-from adahessian.base.precision import without_autocast
 from adahessian.base.shards import agree, gather_over, is_sharded, local, local_part, rows_cut_by, sum_over_shards
 
 # Options that buckets depend on. All others may change from step to step.
@@ -222,11 +220,9 @@ class Bucket:
         if self.is_complex:
             lists = [list(map(as_real, each)) for each in lists]
         # Views are recreated, because users may replace the memory of a parameter.
-        params, grads, exp_avgs = (
-            [shape.view(each) for shape, each in zip(self.shapes, tensors, strict=True)] for tensors in lists
-        )
-        pairs = zip(self.shapes, self._stored, strict=True)
-        take_step(params, grads, exp_avgs, [shape.denominator(each, power, eps) for shape, each in pairs], **scales)
+        members = zip(self.shapes, self._stored, *lists, strict=True)
+        rows = [[*map(shape.view, each), shape.denominator(stored, power, eps)] for shape, stored, *each in members]
+        take_step(*map(list, zip(*rows, strict=True)), **scales)
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""
@@ -279,12 +275,11 @@ class Plan:
         measurement: Measurement = {}
         for bucket, numbers in self._split([params[k] for k in took_part]):
             numbers = [took_part[k] for k in numbers]
-            with without_autocast(bucket.here[0]):
-                estimates = bucket.reduce(
-                    None if probes is None else [[each[k] for k in numbers] for each in probes],
-                    [[each[k] for k in numbers] for each in products],
-                    None if gradients is None else [gradients[k] for k in numbers],
-                )
+            estimates = bucket.reduce(
+                None if probes is None else [[each[k] for k in numbers] for each in probes],
+                [[each[k] for k in numbers] for each in products],
+                None if gradients is None else [gradients[k] for k in numbers],
+            )
             measurement.update(zip(bucket.params, estimates, strict=True))
         if any(bucket.is_sharded for bucket in self.buckets):
             flags = agree([estimate.not_finite for estimate in measurement.values()], list(measurement))
@@ -302,8 +297,7 @@ class Plan:
             if places:
                 bucket.complete(places, self._state)
                 if id(bucket.group) in ready:
-                    with without_autocast(bucket.here[0]):
-                        bucket.select(places, self._state).step(measurement, self._state)
+                    bucket.select(places, self._state).step(measurement, self._state)
 
     def _split(self, params: Sequence[Tensor]) -> list[tuple[Bucket, list[int]]]:
         """Return the buckets of these parameters, with each parameter's index in this list."""

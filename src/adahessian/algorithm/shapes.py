@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -37,6 +37,15 @@ class Estimate(NamedTuple):
     # For a diagonal, one tensor of magnitudes per entry of ``stored``, with UNTOUCHED where a block took no part.
     values: tuple[Tensor, ...]
     not_finite: Tensor  # whether the square of any value is inf or NaN, which drops the whole measurement
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as a stack of its real and imaginary parts. Return a real tensor unchanged.
+
+    >>> as_real(torch.tensor([1 + 2j, 3 + 4j])).tolist()
+    [[1.0, 3.0], [2.0, 4.0]]
+    """
+    return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 0) if tensor.is_complex() else tensor
 
 
 def here_alone(tensor: Tensor) -> Tensor:
@@ -259,21 +268,17 @@ def _steadied(values: Tensor, total: Total) -> Tensor:
     return squares.add_(mean).mul_(0.5).sqrt_().where(touched, values)
 
 
-def shape_for(shape: Sequence[int], group: dict[str, Any], parts: int = 1) -> Diagonal:
+@lru_cache(maxsize=65536)
+def shape_for(shape: tuple[int, ...], averaging: AveragingName, block_size: int, parts: int = 1) -> Diagonal:
     """Choose the curvature shape for a tensor of this shape, or for a stack of ``parts`` of these tensors.
 
-    >>> shape_for((16, 3, 3, 3), {"averaging": "auto", "block_size": 32}).stored
+    >>> shape_for((16, 3, 3, 3), "auto", 32).stored
     {'hessian_rms': (16, 3, 1, 1)}
-    >>> shape_for((4, 10), {"averaging": "auto", "block_size": 4}).stored
+    >>> shape_for((4, 10), "auto", 4).stored
     {'hessian_rms': (4, 3)}
-    >>> shape_for((4, 10), {"averaging": "factored", "block_size": 1}).stored
+    >>> shape_for((4, 10), "factored", 1).stored
     {'hessian_row': (4, 1), 'hessian_column': (1, 10)}
     """
-    return _shape_for(tuple(shape), group["averaging"], int(group["block_size"]), parts)
-
-
-@lru_cache(maxsize=65536)
-def _shape_for(shape: tuple[int, ...], averaging: AveragingName, block_size: int, parts: int) -> Diagonal:
     rank = len(shape)
     stacked = shape if parts == 1 else (parts, *shape)
     if averaging == "auto":

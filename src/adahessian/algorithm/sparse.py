@@ -1,7 +1,6 @@
 """Adagrad for groups with ``sparse=True``: embedding tables whose gradients are sparse.
 
-PyTorch cannot differentiate a sparse gradient again. The optimizer of an embedding table should also touch only the
-rows that a batch uses. The paper trains DLRM in the same way.
+PyTorch cannot differentiate a sparse gradient again. The paper also trains the tables of DLRM with Adagrad.
 """
 
 from __future__ import annotations

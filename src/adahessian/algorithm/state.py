@@ -25,7 +25,6 @@ from torch import Tensor
 
 from adahessian.algorithm.kronecker import Rotation, rotation_for
 from adahessian.algorithm.shapes import CurvatureShape, shape_for
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.base.shards import is_sharded, local, rows_cut_by, rows_here, shard_like
 
 Group = dict[str, Any]
@@ -41,10 +40,10 @@ COUNTS = ("step", "measurements", "dropped")
 
 def shape_of(param: Tensor, group: Group) -> CurvatureShape:
     """Return the shape of a parameter's curvature. A complex parameter counts as a stack of two real ones."""
+    shape, block_size = tuple(param.shape), int(group["block_size"])
     if "damping" in group:
-        kind, groups = group.get("kind", "kernel"), group.get("conv_groups", 1)
-        return rotation_for(tuple(param.shape), group["block_size"], kind, groups)
-    return shape_for(param.shape, group, parts=2 if param.is_complex() else 1)
+        return rotation_for(shape, block_size, group.get("kind", "kernel"), group.get("conv_groups", 1))
+    return shape_for(shape, group["averaging"], block_size, parts=2 if param.is_complex() else 1)
 
 
 def shape_here(param: Tensor, group: Group) -> CurvatureShape:
@@ -57,7 +56,7 @@ def shape_here(param: Tensor, group: Group) -> CurvatureShape:
 
 def curvature_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype of the parts of a state that are always float32 or wider."""
-    return accumulation_dtype(param.dtype).to_real()
+    return torch.promote_types(param.dtype, torch.float32).to_real()
 
 
 def new_counts(name: str, number: int, param: Tensor, group: Group) -> Tensor:

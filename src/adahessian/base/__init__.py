@@ -1,1 +1,1 @@
-"""Shared helpers: errors, log, dtypes, batches, shards."""
+"""Shared helpers: errors, log, precision, batches, shards."""

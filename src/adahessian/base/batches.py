@@ -64,13 +64,10 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     are mappings that share keys, dataclasses, named tuples, tuples with a label, or tensors of different sizes. Tensors
     of one size, alone or in tuples, count as examples if the list is longer than that size, or as long as the rest of
     the batch has examples. A list of strings or numbers is shortened if it has one entry per example.
+    Raise a ValueError if there is nothing to slice, or parts of the batch have different numbers of examples.
 
-    Raises:
-        ValueError: If there is nothing to slice, or parts of the batch have different numbers of examples.
-
-    Example:
-        >>> slice_batch({"x": torch.arange(8), "names": ["a", "b", "c", "d"] * 2}, 0.25)
-        {'x': tensor([0, 1]), 'names': ['a', 'b']}
+    >>> slice_batch({"x": torch.arange(8), "names": ["a", "b", "c", "d"] * 2}, 0.25)
+    {'x': tensor([0, 1]), 'names': ['a', 'b']}
     """
     if fraction == 1:
         return batch

@@ -6,30 +6,26 @@ import re
 
 import torch
 
-# (pattern in PyTorch's message, remedy). The first match wins.
-_REMEDIES = (
-    (
-        r"scaled_dot_product|_flash_attention|_efficient_attention",
+# Patterns in PyTorch's messages, and remedies. The first match wins.
+_REMEDIES = {
+    r"scaled_dot_product|_flash_attention|_efficient_attention": (
         "Measure with adahessian.Curvature, which selects the math kernel, or run the model under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due is True",
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) whenever optimizer.curvature_due is True"
     ),
-    (
-        r"cudnn_rnn",
+    r"cudnn_rnn": (
         "Measure with adahessian.Curvature, which turns cuDNN off, or run the model under "
-        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due is True",
+        "torch.backends.cudnn.flags(enabled=False) whenever optimizer.curvature_due is True"
     ),
-    (
-        r"aot_autograd|torch\.compile|donated buffer",
+    r"aot_autograd|torch\.compile|donated buffer": (
         "Measure with adahessian.Curvature, which runs the original code of compiled models, and use the compiled "
-        "model only for the gradient",
+        "model only for the gradient"
     ),
-    (
-        r"Trying to backward through the graph a second time|modified by an inplace operation",
+    r"Trying to backward through the graph a second time|modified by an inplace operation": (
         "If you use adahessian.Curvature, create one per optimizer, and do not call backward in loss_fn. If not, call "
         "backward(create_graph=optimizer.curvature_due) once per step, and change neither parameters nor saved tensors "
-        "before optimizer.step()",
+        "before optimizer.step()"
     ),
-)
+}
 _OTHERWISE = "Replace the operation with a twice differentiable one, or freeze the parameters before it"
 
 
@@ -44,7 +40,7 @@ def explain(error: RuntimeError) -> CurvatureError:
     """
     if isinstance(error, (torch.OutOfMemoryError, CurvatureError)):
         raise error
-    remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), _OTHERWISE)
+    remedy = next((remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, str(error))), _OTHERWISE)
     pattern = r"(?:derivative for '?(?:aten::)?|backward through )([\w.]+)'?(?: is not implemented| but no autograd)"
     named = re.search(pattern, str(error))
     subject = f"{named.group(1)} cannot be differentiated twice" if named else "the loss cannot be differentiated"

@@ -1,8 +1,4 @@
-"""The logger ``adahessian``.
-
-It has no handler and no level, so applications configure it like any other logger. By default, Python prints warnings
-to standard error and drops info messages.
-"""
+"""The logger ``adahessian``. It has no handler and no level, so applications configure it like any other logger."""
 
 from __future__ import annotations
 
@@ -11,14 +7,5 @@ from functools import cache
 
 logger = logging.getLogger("adahessian")
 
-
-@cache
-def warn_once(message: str) -> None:
-    """Log a warning the first time it occurs in this process."""
-    logger.warning(message)
-
-
-@cache
-def info_once(message: str) -> None:
-    """Log an info message the first time it occurs in this process."""
-    logger.info(message)
+# Log a message the first time it occurs in this process.
+warn_once, info_once = cache(logger.warning), cache(logger.info)

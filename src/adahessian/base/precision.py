@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast on a tensor's device.
-
-    A gradient may run under an autocast that its forward pass did not run under, and so may the optimizer.
-    """
-    kind = tensor.device.type
-    # The meta device has no autocast, and asking for it raises an error.
-    return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext()
+# Disables autocast on all devices. A gradient may run under an autocast that its forward pass did not run under, and so
+# may the optimizer.
+autocast_disabled = torch._C._DisableAutocast
 
 
 @contextmanager

@@ -34,7 +34,6 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
     """Describe how close a compiled product is to double backward, and return whether another batch can change that.
 
     A random loss is compared with dropout off and without the compiler, which may draw random numbers in another order.
-
     Raise an UnusableError if they disagree or the compiled pass fails. Other errors come from the loss.
     """
     model, loss_fn, request = compiled.model, compiled.loss_fn, request._replace(num_probes=1)
@@ -74,9 +73,7 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
     most, most_for_single, negligible = _ROUNDED if is_rounded else bounds_for(request.params)
     overall, worst = errors(found.products[0], exact.products[0], negligible=negligible)
     if not (overall <= most and worst <= most_for_single):
-        raise UnusableError(
-            f"it differs from double backward by {overall:.1%} in norm and by {worst:.1%} for a single parameter"
-        )
+        raise UnusableError(f"it differs from double backward by {overall:.1%} in norm, {worst:.1%} for one parameter")
     how = ", compared without the compiler because the loss is random" if is_random else ""
     return f"within {overall:.1g} of double backward{how}", False
 

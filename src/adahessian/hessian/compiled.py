@@ -12,7 +12,6 @@ from torch.func import functional_call, grad, jvp
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from adahessian.base.batches import map_tensors, signature
-from adahessian.base.dtypes import accumulation_dtype
 from adahessian.hessian.attention import plain_attention
 from adahessian.hessian.batch_norm import batch_norm_forward
 from adahessian.hessian.double_backward import Derivatives, Request
@@ -50,6 +49,7 @@ class CompiledPass:
         )
         self._unused: dict[Hashable, frozenset[int]] = {}
 
+    @torch.no_grad()
     def __call__(self, batch: Any, request: Request, keep_buffers: bool, *, compiled: bool = True) -> Derivatives:
         """Differentiate the loss of a batch twice. ``compiled=False`` runs the same function without the compiler."""
         function = self._compiled if compiled else self._function
@@ -60,19 +60,15 @@ class CompiledPass:
         buffers = {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
         probes = [request.draw(probe) for probe in range(request.num_probes)]
         products: list[list[Tensor]] = []
-        with (
-            torch.no_grad(),
-            isolated(self.model, _SUBSTITUTES, compiled=True),
-            plain_attention(),
-            _transforms_closed(),
-        ):
+        with isolated(self.model, _SUBSTITUTES, compiled=True), plain_attention(), _transforms_closed():
             for z in probes:
                 # All passes draw the same random numbers. A CUDA graph cannot restore its random state.
                 is_last = len(products) + 1 == len(probes)
                 with nullcontext() if is_last or _is_capturing() else random_state_kept(self.model):
                     loss, gradients, product, after = function(params, buffers, z, batch)
                 products.append(product)
-            if self._unused[key] and _may_wait():
+            may_wait = not torch.cuda.is_available() or torch.cuda.get_sync_debug_mode() != 2
+            if self._unused[key] and may_wait and not _is_capturing():
                 # Which parameters take part may depend on the data. A nonzero gradient proves that a parameter does.
                 self._unused[key] -= {i for i in self._unused[key] if gradients[i].any()}
             if keep_buffers and buffers:
@@ -110,7 +106,7 @@ class _FunctionalLoss(nn.Module):
 
         found: Any = jvp(grad(loss_at, has_aux=True), (list(params),), (list(probe),), has_aux=True)
         gradients, products, (loss, after) = found
-        return loss, gradients, [product.to(accumulation_dtype(product.dtype)) for product in products], after
+        return loss, gradients, [each.to(torch.promote_types(each.dtype, torch.float32)) for each in products], after
 
 
 def compile_derivatives(
@@ -164,7 +160,3 @@ def _transforms_closed() -> Iterator[None]:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _may_wait() -> bool:
-    return not torch.cuda.is_available() or not (_is_capturing() or torch.cuda.get_sync_debug_mode() == 2)

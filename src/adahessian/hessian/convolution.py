@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-from adahessian.base.precision import without_autocast
+from adahessian.base.precision import autocast_disabled
 
 _TORCHS_OWN = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
@@ -49,7 +49,7 @@ def _gradient(geometry: _Geometry, *given: Tensor | None) -> Tensor:
 
 
 def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor | None = None) -> Tensor:
-    with without_autocast(x if y is None else y):
+    with autocast_disabled():
         if y is None:
             return torch.convolution(x, w, bias, *geometry.sizes)
         wanted = [x is None, w is None, False]

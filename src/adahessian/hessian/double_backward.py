@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from adahessian.base.dtypes import accumulation_dtype
-from adahessian.base.errors import CurvatureError
-from adahessian.hessian.graph import check_loss, check_twice_differentiable, differentiate, watch_functions
+from adahessian.base.errors import CurvatureError, explain
+from adahessian.hessian.graph import check_twice_differentiable, watch_functions
 from adahessian.hessian.isolation import Forward, isolated
 
 # draw(probe, out=None) returns Rademacher signs in the shapes and dtypes of the parameters, in ``out`` if given.
@@ -47,25 +46,23 @@ def double_backward(
 ) -> Derivatives:
     """Differentiate ``loss_fn(model, batch)`` twice, in an isolated pass on the model itself.
 
-    ``check_graph`` searches the graph for operations whose second derivative PyTorch silently gets wrong.
-
-    Raises:
-        CurvatureError: If the loss cannot be differentiated twice. The model is unchanged.
+    Raise a CurvatureError if that is impossible. ``check_graph`` also searches the graph for operations whose second
+    derivative PyTorch silently gets wrong.
     """
     with isolated(model, substitutes or {}, request.params, keep_buffers=keep_buffers), torch.enable_grad():
         loss = loss_fn(model, batch)
-        check_loss(loss)
+        _check_loss(loss)
         if check_graph:
             check_twice_differentiable([loss], of_loss=True)
             watch_functions(loss)
-        gradients = differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
+        gradients = _differentiate([loss], request.params, [torch.ones_like(loss)], create_graph=True)
         if all(gradient is None for gradient in gradients):
             raise CurvatureError(
                 "loss_fn returned a loss that depends on none of the optimizer's parameters. Pass the model that the "
                 "optimizer trains."
             )
         probes, products = products_of(gradients, request)
-    return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
+        return Derivatives(loss.detach(), [g if g is None else g.detach() for g in gradients], probes, products)
 
 
 def products_of(
@@ -81,16 +78,23 @@ def products_of(
     products: list[list[Tensor | None]] = []
     for probe in range(request.num_probes):
         z = request.draw(probe)
-        hz = differentiate(gradients, request.params, z, retain_graph=probe + 1 < request.num_probes)
+        is_kept = probe + 1 < request.num_probes
+        hz = _differentiate(gradients, request.params, z, retain_graph=is_kept, materialize_grads=True)
+        known = [None if gradient is None else product for gradient, product in zip(gradients, hz, strict=True)]
         probes.append(z)
-        products.append([_in_wide_dtype(*each) for each in zip(gradients, hz, request.params, strict=True)])
+        products.append([p if p is None else p.to(torch.promote_types(p.dtype, torch.float32)) for p in known])
     return probes, products
 
 
-def _in_wide_dtype(gradient: Tensor | None, product: Tensor | None, param: Tensor) -> Tensor | None:
-    if gradient is None:
-        return None
-    return (torch.zeros_like(param) if product is None else product).to(accumulation_dtype(param.dtype))
+def _differentiate(
+    outputs: Sequence[Tensor | None], inputs: Sequence[Tensor], along: Sequence[Tensor | None], **options: bool
+) -> Sequence[Tensor | None]:
+    """Call ``torch.autograd.grad``, where None stands for zeros, and raise its errors with a remedy."""
+    pairs = [(y, v) for y, v in zip(outputs, along, strict=True) if y is not None and y.requires_grad and v is not None]
+    try:
+        return torch.autograd.grad([y for y, _ in pairs], inputs, [v for _, v in pairs], allow_unused=True, **options)
+    except RuntimeError as error:
+        raise explain(error) from error
 
 
 def reject_sparse(gradient: Tensor | None) -> None:
@@ -99,4 +103,20 @@ def reject_sparse(gradient: Tensor | None) -> None:
         raise RuntimeError(
             "AdaHessian does not support sparse gradients. Create the embedding with sparse=False, or train it with "
             "Adagrad by passing adahessian.param_groups(model, sparse_lr=0.01) to AdaHessian."
+        )
+
+
+def _check_loss(loss: object) -> None:
+    """Raise a CurvatureError unless a loss is a real scalar with a graph."""
+    if not isinstance(loss, Tensor):
+        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return only the loss, as a tensor.")
+    if loss.numel() != 1 or loss.is_complex():
+        raise CurvatureError(
+            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
+            "by reducing the loss with .mean()."
+        )
+    if not loss.requires_grad:
+        raise CurvatureError(
+            "loss_fn returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
+            "torch.inference_mode(), .detach() or .item(), and let at least one parameter require a gradient."
         )

@@ -1,4 +1,4 @@
-"""Derivatives of a graph, and errors for losses and operations that have no correct second derivative."""
+"""Errors for operations whose second derivative PyTorch silently gets wrong."""
 
 from __future__ import annotations
 
@@ -6,46 +6,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
 
-from adahessian.base.errors import CurvatureError, explain
+from adahessian.base.errors import CurvatureError
 
 # The code that all functions decorated with @once_differentiable share, and the node they leave in a gradient's graph.
 _ONCE_CODE = once_differentiable(lambda _: None).__code__
 _ONCE_NODE = "torch::autograd::Error"
 # The gradient of a norm. PyTorch's second derivative of a gradient treats mean and deviation as constants.
 _GRADIENT_OF_NORM = re.compile(r"(layer|batch)norm(?=backwardbackward)", re.IGNORECASE)
-
-
-def differentiate(
-    outputs: Sequence[Tensor | None], inputs: Sequence[Tensor], along: Sequence[Tensor | None], **options: bool
-) -> Sequence[Tensor | None]:
-    """Call ``torch.autograd.grad``, where None stands for zeros, and raise its errors with a remedy."""
-    pairs = [(y, v) for y, v in zip(outputs, along, strict=True) if y is not None and y.requires_grad and v is not None]
-    try:
-        return torch.autograd.grad([y for y, _ in pairs], inputs, [v for _, v in pairs], allow_unused=True, **options)
-    except RuntimeError as error:
-        raise explain(error) from error
-
-
-def check_loss(loss: object) -> None:
-    """Raise a CurvatureError unless a loss is a real scalar with a graph."""
-    if not isinstance(loss, Tensor):
-        raise CurvatureError(f"loss_fn returned a {type(loss).__name__}. Return only the loss, as a tensor.")
-    if loss.numel() != 1 or loss.is_complex():
-        raise CurvatureError(
-            f"loss_fn returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a real scalar, for example "
-            "by reducing the loss with .mean()."
-        )
-    if not loss.requires_grad:
-        raise CurvatureError(
-            "loss_fn returned a loss without a graph. Compute it from the model's parameters, without torch.no_grad(), "
-            "torch.inference_mode(), .detach() or .item(), and let at least one parameter require a gradient."
-        )
 
 
 def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:

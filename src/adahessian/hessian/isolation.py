@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 # The ``forward`` of a layer class, or a function of a layer and its inputs that replaces it.
 Forward = Callable[..., Any]
 
-
 # The pass is local to this rank, so DDP must not reduce gradients, and SyncBatchNorm must not wait for other ranks.
 _LOCAL: dict[Forward, Forward] = {
     DistributedDataParallel.forward: lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
@@ -67,9 +66,8 @@ def isolated(
                 param.grad = None
             for module in modules:
                 stack.callback(setattr, module, "training", module.training)
-            stack.enter_context(
-                buffers_restored(model, on_success=False) if keep_buffers else _buffers_exchanged(modules)
-            )
+            buffers = buffers_restored(model, on_success=False) if keep_buffers else _buffers_exchanged(modules)
+            stack.enter_context(buffers)
         yield
 
 

@@ -30,7 +30,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from adahessian.base.errors import CurvatureError
-from adahessian.base.precision import without_autocast
+from adahessian.base.precision import autocast_disabled
 from adahessian.hessian.convolution import are_plain, is_transformed
 
 
@@ -97,7 +97,7 @@ class _Recurrence(Function):
         if by_gates is not None:
             by_gates = by_gates * torch.stack([i * (1 - i), f * (1 - f), 1 - z * z, o * (1 - o)], 2)
         alpha, gamma, eta = _solve(True, (k, k_c, f, w), (by_gates, by_c, by_h), saved[1:])
-        with without_autocast(w):
+        with autocast_disabled():
             return alpha.flatten(2), _weight_gradient(alpha, h), eta[0], gamma[0]
 
 
@@ -147,7 +147,7 @@ class _Solution(Function):
         other = _solve(not ctx.backwards, factors, given, solution)
         (alpha, gamma, eta), (l_alpha, l_gamma, l_eta) = (solution, other) if ctx.backwards else (other, solution)
         by_k = l_alpha * torch.stack([gamma[1:], gamma[1:], gamma[1:], eta[1:]], 2)
-        with without_autocast(alpha):
+        with autocast_disabled():
             by_w = _weight_gradient(alpha, l_eta)
         return None, by_k, l_gamma[1:] * eta[1:], l_gamma[:-1] * gamma[1:], by_w, *other
 

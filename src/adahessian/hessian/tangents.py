@@ -68,20 +68,15 @@ def _remove_zero_products(graph: fx.Graph) -> None:
     """Replace products with a zero factor by constants, which are free."""
     zeros: set[fx.Node] = set()
     for node in list(graph.nodes):
+        is_constant = node.target is aten.full.default and node.args[1] == 0
         if node.target is aten._efficientzerotensor.default:  # compiled code would read it at address 0
             zeros.add(_replace_by_zeros(graph, node))
-        elif _is_zero(node, zeros):
+        elif is_constant or (node.target in _KEEP_ZEROS and node.args[0] in zeros):
             zeros.add(node)
         elif _is_zero_product(node, zeros):
             zeros.add(_replace_by_zeros(graph, node))
         elif node.target is _BACKWARD and _is_zero_weight_gradient(node, zeros):
             zeros.update(_replace_by_zeros(graph, user) for user in list(node.users))
-
-
-def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    if node.target is aten.full.default:
-        return bool(node.args[1] == 0)
-    return node.target in _KEEP_ZEROS and node.args[0] in zeros
 
 
 def _is_zero_product(node: fx.Node, zeros: set[fx.Node]) -> bool:

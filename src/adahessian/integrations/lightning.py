@@ -86,10 +86,6 @@ class CurvatureCallback(pl.Callback):
     Raises:
         TypeError: When the fit starts, if the optimizer is not an AdaHessian.
         ValueError: When the fit starts, if the module optimizes manually or fetches its own batches.
-
-    Example:
-        >>> callback = CurvatureCallback(batch_fraction=0.25)
-        >>> trainer = pl.Trainer(callbacks=[callback], barebones=True)
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, **curvature_options: Any) -> None:

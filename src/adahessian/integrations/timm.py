@@ -1,12 +1,8 @@
 """timm: register this optimizer for ``timm.optim.create_optimizer_v2`` and for timm's training script.
 
 The name is ``adahessian2``, because timm has its own ``adahessian`` with other defaults. If an optimizer's name begins
-with ``ada``, timm's script scales the learning rate by the square root of the batch size.
-
-Add two lines at the top of timm's ``train.py``, and pass options through ``--opt-kwargs``::
-
-    import adahessian.integrations.timm
-    adahessian.integrations.timm.register()
+with ``ada``, timm's script scales the learning rate by the square root of the batch size. Call :func:`register` at the
+top of timm's ``train.py``, and pass options through ``--opt-kwargs``::
 
     python train.py --opt adahessian2 --lr 0.15 --opt-kwargs curvature_every=10 curvature_warmup=200
 

@@ -127,14 +127,7 @@ class AdaHessianTrainer(AdaHessianMixin):
     """``transformers.Trainer`` with AdaHessian. :class:`AdaHessianMixin` describes the arguments.
 
     Example:
-        >>> from tempfile import mkdtemp
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
-        >>> trainer = AdaHessianTrainer(
-        ...     LlamaForCausalLM(config),
-        ...     TrainingArguments(mkdtemp(), learning_rate=0.15, weight_decay=0.01),
-        ...     optimizer_options={"block_size": 32, "curvature_every": 10},
-        ...     curvature_options={"batch_fraction": 0.25},
-        ... )
-        >>> trainer.train()  # doctest: +SKIP
+        >>> options = {"block_size": 32, "curvature_every": 10}
+        >>> arguments = TrainingArguments("checkpoints", learning_rate=0.15, weight_decay=0.01)
+        >>> trainer = AdaHessianTrainer(model, arguments, optimizer_options=options)  # doctest: +SKIP
     """

@@ -58,11 +58,8 @@ def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
     if dtype is None or policy.param_dtype is None or not policy.cast_forward_inputs:
         return args, kwargs
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+    cast: tuple[Any, Any] = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+    return cast
 
 
 def _is_of_fsdp(hook: object) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adahessian.algorithm.shapes import CurvatureShape
-from adahessian.base.dtypes import accumulation_dtype, as_real
+from adahessian.algorithm.shapes import CurvatureShape, as_real
+from adahessian.algorithm.state import curvature_dtype
 from adahessian.parallel.ranks import Ranks
 
 
@@ -31,7 +31,7 @@ class ProductMean:
         self._buffers: list[tuple[Tensor, list[int]]] = []
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, param in enumerate(params):
-            alike.setdefault((param.device, accumulation_dtype(param.dtype).to_real()), []).append(i)
+            alike.setdefault((param.device, curvature_dtype(param)), []).append(i)
         for (device, dtype), own in alike.items():
             parts = [shapes[i].shape for i in own] * num_probes + [shapes[i].marked for i in own]
             sizes = [*map(math.prod, parts), len(own) + 1]

@@ -38,8 +38,7 @@ class Ranks:
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
     """Return the ranks that train a model, or None if this process trains it alone.
 
-    Raises:
-        ValueError: If ``process_group`` contradicts the model, or if neither tells which processes train together.
+    Raise a ValueError if ``process_group`` contradicts the model, or neither tells which processes train together.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
