@@ -12,6 +12,7 @@ from torch import nn
 
 import adahessian
 from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose
+from adahessian.algorithm.plan import updates_compiled
 from cases import ATTENTION, CONVOLUTION, MLP, exact_derivatives, flat_parameters, train
 from kron_reference import adahessian_kron
 from reference import signs
@@ -350,3 +351,28 @@ def test_what_has_no_factors_is_rejected_and_nothing_changes():
     torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     assert torch.equal(flat_parameters(model), theta)
+
+
+@pytest.mark.parametrize("case", [MLP, CONVOLUTION], ids=str)
+def test_compiled_arithmetic_is_the_uncompiled_one_at_any_learning_rate(case, quick_compiler):
+    models = [case.model(torch.float32) for _ in range(2)]
+    for model, is_compiled in zip(models, (False, True), strict=True):
+        optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+        for step in range(5):
+            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            with updates_compiled(is_compiled):
+                train(case, model, optimizer, case.batch(torch.float32), 1, "object")
+    torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
+
+
+def test_arithmetic_that_does_not_compile_runs_uncompiled(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
+    models = [MLP.model(torch.float32) for _ in range(2)]
+    for model, is_compiled in zip(models, (False, True), strict=True):
+        with updates_compiled(is_compiled):
+            train(MLP, model, AdaHessianKron(model.parameters(), **OPTIONS), MLP.batch(torch.float32), 3, "object")
+    torch.testing.assert_close(*map(flat_parameters, models))
+    assert "no compiler" in caplog.text

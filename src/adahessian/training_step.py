@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from adahessian.algorithm.plan import updates_compiled
 from adahessian.base.batches import SeenSignatures, map_tensors, slice_batch, tensors_in
 from adahessian.base.errors import first_line
 from adahessian.base.log import info_once, logger
@@ -35,8 +36,9 @@ class TrainingStep:
     """A whole training step in one call: gradient, curvature when it is due, and update.
 
     Derivatives are compiled if the model is large enough. On a GPU, CUDA graphs replay them, which removes the overhead
-    of Python and of launches. The update stays an ordinary ``optimizer.step()``, so schedules, hooks, evaluation and
-    checkpoints work as in any loop. Batches of another shape run uncaptured unless that shape is frequent.
+    of Python and of launches, and the arithmetic of AdaHessianKron is compiled, too. The update stays an ordinary
+    ``optimizer.step()``, so schedules, hooks, evaluation and checkpoints work as in any loop. Batches of another shape
+    run uncaptured unless that shape is frequent.
 
     Gradients are replaced, not accumulated, and the next step overwrites the tensors in ``param.grad``. Hooks on
     parameters do not run. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats the Python
@@ -128,12 +130,13 @@ class TrainingStep:
                 info_once("Nothing is captured, because CUDA graphs need the whole model on one CUDA device")
         curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
         key = self._seen.key(batch) if self._compiles or self._captures else None
-        found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
-        loss, gradients = found or self._compute(key, batch, params, curvature)
-        for param, gradient in zip(params, gradients, strict=True):
-            if param.grad is not gradient:
-                param.grad = gradient
-        self._optimizer.step()
+        with updates_compiled(self._compiles and self._captures):
+            found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
+            loss, gradients = found or self._compute(key, batch, params, curvature)
+            for param, gradient in zip(params, gradients, strict=True):
+                if param.grad is not gradient:
+                    param.grad = gradient
+            self._optimizer.step()
         return loss.clone()  # a copy, because the next step overwrites a captured loss
 
     def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:

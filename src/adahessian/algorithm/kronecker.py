@@ -39,6 +39,7 @@ _BETA_SIGNAL = 0.99
 _LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
 _ROUNDING = 8  # the least damping, in units of the rounding error of the trace
+_SMALL = 64  # a GPU is as fast with matrices of this size as with smaller ones
 _ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 
 Form: TypeAlias = "Vector | Matrix"
@@ -374,10 +375,11 @@ def refresh_roots(
         traces = _over_shards(matrices, [_trace(family.read(stored, 0))[None] for family in matrices], gather)
         wholes = {(family, 0): each.sum((0, 1)) for family, each in zip(matrices, traces, strict=True)}
 
-    def refresh(sides: list[tuple[Family, int, Cut]]) -> None:
+    def refresh(size: int, sides: list[tuple[Family, int, Cut]]) -> None:
         factors, numbers = [], []
         for family, key, cut in sides:
-            factors.append(factor := family.read(stored, key))
+            factor = family.read(stored, key)
+            factors.append(pad(factor, [0, size - cut.size] * 2) if size > cut.size else factor)
             # Over all blocks of a dimension, so that blocks keep their relative size.
             mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
             numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
@@ -388,17 +390,18 @@ def refresh_roots(
                 # No eigenvalue is larger than the trace, which is the mean times the length.
                 condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
             ).split([each[0].numel() for each in numbers])
-        for (family, key, _), factor, each in zip(sides, factors, roots, strict=True):
-            old, root = family.read(stored, key + 2), each.view_as(factor)
+        for (family, key, cut), factor, each in zip(sides, factors, roots, strict=True):
+            old, root = family.read(stored, key + 2), each.view_as(factor)[..., : cut.size, : cut.size]
             keep = family.spread(not_finite, 4) | root.sum((-2, -1), keepdim=True).isfinite().logical_not()
             family.write(stored, key + 2, torch.where(keep, old, root))
 
     for family, key, cut in cuts:
-        waiting.setdefault(cut.size, []).append((family, key, cut))
-        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[cut.size]) * cut.size**2 > _ENOUGH:
-            refresh(waiting.pop(cut.size))
-    for sides in waiting.values():
-        refresh(sides)
+        size = _SMALL if not_finite.is_cuda and 1 < cut.size < _SMALL else cut.size
+        waiting.setdefault(size, []).append((family, key, cut))
+        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
+            refresh(size, waiting.pop(size))
+    for size, sides in waiting.items():
+        refresh(size, sides)
 
 
 def _trace(factor: Tensor) -> Tensor:

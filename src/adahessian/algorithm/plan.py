@@ -7,9 +7,12 @@ replaced.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,17 +31,30 @@ from adahessian.algorithm.probes import draw_like, probe_key
 from adahessian.algorithm.shapes import Estimate, as_real, hutchinson
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
+from adahessian.base.errors import first_line
+from adahessian.base.log import logger
 from adahessian.base.shards import agree, gather_over, is_sharded, local, local_part, rows_cut_by, sum_over_shards
 
 # Options that buckets depend on. All others may change from step to step.
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
+_COMPILES: ContextVar[bool] = ContextVar("compiles", default=False)
 
 Places = tuple[int, ...]
 States = Mapping[Tensor, State]
 Measurement = dict[Tensor, Estimate]
 Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
+
+
+@contextmanager
+def updates_compiled(enabled: bool) -> Iterator[None]:
+    """Compile the arithmetic of curvature that rotates, which has many small kernels, inside of the context."""
+    token = _COMPILES.set(enabled)
+    try:
+        yield
+    finally:
+        _COMPILES.reset(token)
 
 
 class Bucket:
@@ -62,6 +78,7 @@ class Bucket:
         self._positions = positions
         self.kernels = FusedTensors(self.here, self.shapes, positions, signed=group["signed"]) if is_fused else None
         self._counts: dict[str, Tensor] = {}
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._find_states(state)
 
     def _find_states(self, state: States) -> None:
@@ -111,7 +128,8 @@ class Bucket:
         products = list(map(self._prepare, products))
         gradients = None if gradients is None else self._prepare(gradients)
         if self.families is not None:
-            return reduce_rotations(self.families, products, gradients)
+            estimates: list[Estimate] = self._run(reduce_rotations, products, gradients)
+            return estimates
         of_params = list(zip(*products, strict=True))
         nothing = [None] * len(self.params)
         signs = nothing if probes is None else zip(*probes, strict=True)
@@ -182,7 +200,7 @@ class Bucket:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
         elif self.families is not None:
-            fold_rotations(self.families, self._stored, estimates, weights, not_finite)
+            self._run(fold_rotations, self._stored, estimates, weights, not_finite)
             refresh_roots(self.families, self._stored, measurements, self.group["damping"], not_finite, self._gather)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
@@ -199,8 +217,7 @@ class Bucket:
         if self.is_sharded:
             grads = list(map(local, grads))
         if self.families is not None:
-            tensors = (self.here, grads, self._exp_avgs, self._stored)
-            take_rotated_steps(self.families, *tensors, number, group, self._gather)
+            self._run(take_rotated_steps, self.here, grads, self._exp_avgs, self._stored, number, group)
             return
         lr, beta1 = group["lr"], float(group["betas"][0])
         if isinstance(lr, Tensor):
@@ -223,6 +240,29 @@ class Bucket:
         members = zip(self.shapes, self._stored, *lists, strict=True)
         rows = [[*map(shape.view, each), shape.denominator(stored, power, eps)] for shape, stored, *each in members]
         take_step(*map(list, zip(*rows, strict=True)), **scales)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of curvature that rotates, compiled if enabled and possible."""
+        if self._gather is not None or not _COMPILES.get():
+            options = {"gather": self._gather} if function is take_rotated_steps else {}
+            return function(self.families, *args, **options)
+        if function is take_rotated_steps:
+            # The compiler takes numbers for constants.
+            *tensors, number, group = args
+            numbers = torch.as_tensor(number, dtype=torch.float32, device=self.here[0].device).expand(len(self.here))
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=numbers.device).squeeze()
+            args = (*tensors, numbers, {**group, "lr": lr, "capturable": True, "params": None})
+        if function not in self._compiled:
+            # The compiler counts versions of a function per code object, so each bucket needs its own.
+            own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+            own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
+            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False)
+        try:
+            return self._compiled[function](self.families, *args)
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything runs
+            logger.warning("The arithmetic of AdaHessianKron is not compiled: %s", first_line(error))
+            self._compiled[function] = function
+            return function(self.families, *args)
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""
