@@ -39,6 +39,8 @@ from adahessian.base.shards import agree, gather_over, is_sharded, local, local_
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
+# Roots cost more than the rest of a measurement. After this many measurements, one more hardly changes the factors.
+_ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
 _COMPILES: ContextVar[bool] = ContextVar("compiles", default=False)
 
 Places = tuple[int, ...]
@@ -201,7 +203,9 @@ class Bucket:
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
         elif self.families is not None:
             self._run(fold_rotations, self._stored, estimates, weights, not_finite)
-            refresh_roots(self.families, self._stored, measurements, self.group["damping"], not_finite, self._gather)
+            if (count := self.group["measurements"]) < _ALWAYS_REFRESHED or count % _REFRESH_EVERY == 0:
+                least = self.group["damping"]
+                refresh_roots(self.families, self._stored, measurements, least, not_finite, self._gather)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -256,7 +260,9 @@ class Bucket:
             # The compiler counts versions of a function per code object, so each bucket needs its own.
             own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
             own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
-            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False)
+            # Reordering loops fails in torch 2.11, because it meets kernels for lists of tensors.
+            options: Any = {"loop_ordering_after_fusion": False}
+            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         try:
             return self._compiled[function](self.families, *args)
         except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything runs

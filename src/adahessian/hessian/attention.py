@@ -48,6 +48,8 @@ def attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    # PyTorch's softmax of bfloat16 to float32, as under CUDA's autocast, has tangents of mixed dtypes.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if attn_mask is None:
