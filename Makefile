@@ -8,7 +8,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 # The files with tests that need a GPU. On other machines these tests are skipped or run on the CPU only.
 CUDA_TESTS := $(addprefix tests/,algorithm/test_fused.py hessian/test_engine.py test_training_step.py test_modes.py \
-	test_devices.py test_stacks_on_devices.py lab/test_bench.py lab/test_bench_kernels.py)
+	test_devices.py test_stacks_on_devices.py lab/test_bench.py)
 
 .PHONY: demo test test-cuda lint format bench docs clean
 
@@ -28,13 +28,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/adahessian report results --markdown RESULTS.md --check
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/adahessian bench --parts update
+	$(BIN)/adahessian bench --parts update --output runs/bench.json
 
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -1,27 +1,19 @@
-import sys
-
 import pytest
-from bench_cases import TINY, TINY_SHAPES
-
-from adahessian.lab.bench import update, workloads
-from adahessian.lab.threads import one_thread
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def on_one_core():
-    with one_thread():
-        yield
+def _on_one_core():
+    """Sums have the same order in each run, and tests that run in parallel do not compete for cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def tiny_bench():
-    """The benchmark at sizes that take no time, with no packages of others."""
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    """Caches of one test session, instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workloads, "CPU_WORKLOADS", TINY)
-        patch.setattr(workloads, "IMAGE_SIZE", 8)
-        patch.setattr(update, "SHAPES", TINY_SHAPES)
-        patch.setattr("adahessian.lab.provenance.commit", lambda: "abc")
-        patch.setattr(update, "COPIED_BYTES", 2**20)
-        for package in ("pytorch_optimizer", "torch_optimizer"):
-            patch.setitem(sys.modules, package, None)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -1,173 +1,132 @@
-import io
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_data import picture
+from torch.nn.functional import pad
 
-from adahessian.lab.augmentation import random_box
-from adahessian.lab.data.errors import DataError
-from adahessian.lab.data.image_folder import Centre, RandomPart, StreamedImages, decode, list_image_folder
+from adahessian.lab.data.augmentation import PaddedCrops, random_box
+from adahessian.lab.data.image_folder import StreamedImages, center_view, decode, list_image_folder, random_view
+from adahessian.lab.errors import DataError
 
-CPU = torch.device("cpu")
-
-
-def picture(seed, size=(20, 16), mode="RGB"):
-    width, height = size
-    pixels = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
+stream = partial(StreamedImages, device=torch.device("cpu"))
+CENTER = partial(center_view, 16, 16)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes; one image of each kind that ImageNet has: grey, CMYK, PNG under a name of JPEG."""
+    """Two classes, with all kinds of images that ImageNet has: gray, CMYK, and PNG with the suffix of JPEG."""
     for part, count in (("train", 4), ("val", 2)):
         for number, name in enumerate(("n02", "n01")):
             (tmp_path / part / name).mkdir(parents=True)
             for i in range(count):
-                mode = "L" if i == 1 else "RGB"
                 file = tmp_path / part / name / f"{name}_{i}.{('JPEG', 'jpg', 'png', 'JPEG')[i]}"
-                picture(10 * number + i, mode=mode).save(file)
+                picture(10 * number + i, mode="L" if i == 1 else "RGB").save(file)
     picture(98, mode="CMYK").save(tmp_path / "train" / "n01" / "n01_0.JPEG")
     picture(99).save(tmp_path / "train" / "n01" / "n01_3.JPEG", format="PNG")
-    (tmp_path / "train" / "n01" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "n01" / "notes.txt").write_text("not an image")
     return tmp_path
 
 
-def images_of(streamed, parts, epoch=0):
-    return [images for images, _ in streamed.take(parts, epoch)]
-
-
-def test_classes_are_numbered_by_name(folder):
+def test_classes_are_numbered_by_name_and_all_images_become_rgb(folder):
     training, validation, classes = list_image_folder(folder)
     assert classes == ("n01", "n02")
-    assert training.labels.tolist() == [0] * 4 + [1] * 4
-    assert validation.labels.tolist() == [0] * 2 + [1] * 2
-    names = [Path(file).name for file in validation.files]
-    assert names == ["n01_0.JPEG", "n01_1.jpg", "n02_0.JPEG", "n02_1.jpg"]
-
-
-def test_all_kinds_of_images_are_rgb(folder):
-    training, _, _ = list_image_folder(folder)
+    assert (training.labels.tolist(), validation.labels.tolist()) == ([0] * 4 + [1] * 4, [0] * 2 + [1] * 2)
+    assert [Path(file).stem for file in validation.files] == ["n01_0", "n01_1", "n02_0", "n02_1"]
     assert {decode(file).mode for file in training.files} == {"RGB"}
     assert np.array_equal(np.array(decode(training.files[3])), np.array(picture(99)))
-    grey = np.array(decode(training.files[1]))
-    assert (grey == grey[:, :, :1]).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_in_the_order_asked_for(folder, workers):
-    training, _, _ = list_image_folder(folder)
-    streamed = StreamedImages(training, Centre(16, 16), workers=workers, device=CPU)
-    parts = [torch.tensor([3, 0, 7]), torch.tensor([5])]
-    torch.manual_seed(1)
+def test_images_stream_in_the_requested_order(folder, workers):
+    streamed = stream(list_image_folder(folder)[0], CENTER, workers=workers)
     before = torch.get_rng_state()
-    (images, labels), (last, last_label) = streamed.take(parts, epoch=0)
+    (images, labels), (last, last_label) = streamed.take([torch.tensor([3, 0, 7]), torch.tensor([5])], epoch=0)
     assert torch.equal(torch.get_rng_state(), before)
     assert (images.dtype, images.shape, last.shape) == (torch.uint8, (3, 16, 16, 3), (1, 16, 16, 3))
     assert (labels.tolist(), last_label.tolist()) == ([0, 0, 1], [1])
-    # A PNG loses nothing, and 16 of 20 columns in the middle are left of it.
+    # PNG is lossless, and the view has the 16 columns in the middle of 20.
     assert np.array_equal(images[0].numpy(), np.array(picture(99))[:, 2:18])
-    assert torch.equal(streamed.decoded()[[3, 0, 7]], images)
+    assert torch.equal(streamed.decode_all(16)[0][[3, 0, 7]], images)
 
 
-def test_random_parts_are_a_function_of_seed_epoch_and_index(folder):
-    training, _, _ = list_image_folder(folder)
+def test_random_views_are_a_function_of_seed_epoch_and_index(folder):
+    def views(workers=0, seed=1, epoch=2, order=(4, 2, 0)):
+        streamed = stream(list_image_folder(folder)[0], partial(random_view, 12, seed), workers=workers)
+        ((images, _),) = streamed.take([torch.tensor(order)], epoch)
+        return dict(zip(order, images, strict=True))
 
-    def first(workers=0, seed=1, epoch=2, parts=((4, 2), (0,))):
-        streamed = StreamedImages(training, RandomPart(12, seed), workers=workers, device=CPU)
-        return {
-            index: image
-            for part, images in zip(parts, images_of(streamed, [torch.tensor(p) for p in parts], epoch), strict=True)
-            for index, image in zip(part, images, strict=True)
-        }
-
-    expected = first()
-    for other in (first(workers=2), first(parts=((0, 4), (2,)))):
+    expected = views()
+    for other in (views(workers=2), views(order=(0, 4, 2))):
         assert all(torch.equal(other[index], expected[index]) for index in expected)
-    for other in (first(seed=2), first(epoch=3)):
+    for other in (views(seed=2), views(epoch=3)):
         assert not any(torch.equal(other[index], expected[index]) for index in expected)
 
 
-def test_half_of_the_random_parts_are_mirrored():
+def test_views_are_parts_of_the_image():
     ramp = Image.fromarray(np.tile(np.arange(0, 240, 5, dtype=np.uint8)[:, None], (40, 1, 3)))
-    view = RandomPart(8, 0)
-    parts = [np.array(view(ramp, epoch=0, index=index))[:, :, 0].astype(int) for index in range(400)]
-    mirrored = [bool(part[0, 0] > part[0, -1]) for part in parts]
-    assert all((np.diff(part[0]) * (-1 if flip else 1) >= 0).all() for part, flip in zip(parts, mirrored, strict=True))
-    # Within four standard deviations of a half.
-    assert 160 < sum(mirrored) < 240
-
-
-def test_random_boxes_are_within_the_image_and_of_all_allowed_shapes():
-    generator = torch.Generator().manual_seed(0)
-    areas, ratios = [], []
-    for _ in range(1000):
-        left, upper, right, lower = random_box(300, 200, generator)
-        assert 0 <= left < right <= 300
-        assert 0 <= upper < lower <= 200
-        areas.append((right - left) * (lower - upper) / 60000)
-        ratios.append((right - left) / (lower - upper))
-    # Sides are rounded to pixels.
-    assert 0.075 < min(areas) < 0.1
-    assert 0.8 < max(areas) <= 1
-    assert 0.73 < min(ratios) < 0.78
-    assert 1.28 < max(ratios) < 1.36
-
-
-@pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 506, 10)), ((10, 1000), (0, 493, 10, 506))])
-def test_an_image_too_long_for_any_box_gives_its_middle(size, box):
-    assert random_box(*size, torch.Generator().manual_seed(0)) == box
-
-
-def test_the_centre_is_scaled_by_the_shorter_side():
+    steps = [np.diff(np.array(random_view(8, 0, ramp, 0, index))[0, :, 0].astype(int)) for index in range(400)]
+    assert all((step >= 0).all() or (step <= 0).all() for step in steps)
+    # Half of the views are mirrored, within four standard deviations.
+    assert 160 < sum(step.sum() < 0 for step in steps) < 240
     image = picture(0, size=(40, 80))
-    assert Centre(20, 24)(image, epoch=0, index=0).size == (20, 20)
     scaled = image.resize((24, 48), Image.Resampling.BILINEAR).crop((2, 14, 22, 34))
-    assert np.array_equal(np.array(Centre(20, 24)(image, epoch=0, index=0)), np.array(scaled))
+    assert np.array_equal(np.array(center_view(20, 24, image, 0, 0)), np.array(scaled))
+
+
+def test_random_boxes_have_all_allowed_shapes():
+    generator = torch.Generator().manual_seed(0)
+    boxes = torch.tensor([random_box(300, 200, generator) for _ in range(1000)]).double()
+    left, upper, right, lower = boxes.T
+    assert ((left >= 0) & (left < right) & (right <= 300) & (upper >= 0) & (upper < lower) & (lower <= 200)).all()
+    areas, ratios = (right - left) * (lower - upper) / 60_000, (right - left) / (lower - upper)
+    # Sides are rounded to pixels.
+    assert 0.075 < areas.min() < 0.1 < 0.8 < areas.max() <= 1
+    assert 0.73 < ratios.min() < 0.78 < 1.28 < ratios.max() < 1.36
+    # Without room for such a box, it is in the middle.
+    assert random_box(1000, 10, generator) == (493, 0, 506, 10)
+
+
+def test_crops_are_the_views_of_the_padded_image():
+    images, crops = torch.arange(1.0, 151.0).view(2, 5, 5, 3), PaddedCrops(5, padding=2)
+    padded = pad(images, (0, 0, 2, 2, 2, 2))
+    windows = [padded[:, y : y + 5, x : x + 5] for y in range(5) for x in range(5)]
+    expected = [window for each in windows for window in (each, each.flip(2))]
+    seen = set()
+    for view in range(50):
+        views = torch.tensor([view, view])
+        cropped = crops.crop(images, views) * crops.inside(views)
+        seen |= {number for number, window in enumerate(expected) if torch.equal(window, cropped)}
+    assert len(seen) == 50
+    counts = crops.draw(50 * 400, torch.Generator().manual_seed(0)).bincount(minlength=50)
+    # Chi squared with 49 degrees of freedom has a standard deviation of 10.
+    assert 9 < ((counts - 400) ** 2 / 400).sum() < 89
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_cannot_be_decoded(folder, workers):
+@pytest.mark.parametrize("damage", ["truncated", "GIF"])
+def test_a_file_cannot_be_decoded(folder, workers, damage):
     file = folder / "train" / "n02" / "n02_0.JPEG"
-    file.write_bytes(file.read_bytes()[:200])
-    training, _, _ = list_image_folder(folder)
-    streamed = StreamedImages(training, Centre(16, 16), workers=workers, device=CPU)
-    with pytest.raises(DataError, match=r"^\S*n02_0.JPEG cannot be decoded .*Fetch it again, or leave it out.$"):
-        images_of(streamed, torch.arange(8).split(4))
+    if damage == "GIF":
+        picture(0).save(file, format="GIF")
+    else:
+        file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(DataError, match=r"^\S*n02_0\.JPEG [^\n]*$"):  # without the traceback of a worker
+        list(stream(list_image_folder(folder)[0], CENTER, workers=workers).take(torch.arange(8).split(4), epoch=0))
 
 
-def test_no_other_format_is_decoded(folder):
-    content = io.BytesIO()
-    picture(0).save(content, format="GIF")
-    file = folder / "train" / "n02" / "n02_0.JPEG"
-    file.write_bytes(content.getvalue())
-    with pytest.raises(DataError, match=r"n02_0.JPEG cannot be decoded"):
-        decode(str(file))
-
-
-def test_a_part_is_missing(folder):
-    (folder / "val").rename(folder / "validation")
-    with pytest.raises(DataError, match=r"No folder .*val: expected train/<class>/\*.JPEG and val/<class>/\*.JPEG"):
+@pytest.mark.parametrize(("renamed", "to"), [("val", "other"), ("val/n01", "val/n03"), ("train/n01", "train/n02/n01")])
+def test_the_folder_has_another_layout(folder, renamed, to):
+    (folder / renamed).rename(folder / to)
+    with pytest.raises(DataError, match="val"):
         list_image_folder(folder)
-
-
-def test_a_part_is_not_sorted_into_classes(tmp_path):
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    picture(0).save(tmp_path / "train" / "1.JPEG")
-    with pytest.raises(DataError, match="train has no folders: sort its images into a folder for each class"):
-        list_image_folder(tmp_path)
 
 
 def test_a_class_has_no_images(folder):
-    (folder / "train" / "n03").mkdir()
-    with pytest.raises(DataError, match=r"n03 has no .JPEG, .jpg or .png files"):
-        list_image_folder(folder)
-
-
-def test_a_class_is_not_trained_on(folder):
-    (folder / "val" / "n03").mkdir()
-    with pytest.raises(DataError, match=r"val/n03 has no folder of its name in .*train"):
+    (folder / "val" / "n02" / "n02_0.JPEG").rename(folder / "val" / "n02" / "n02_0.gif")
+    (folder / "val" / "n02" / "n02_1.jpg").unlink()
+    with pytest.raises(DataError, match="n02"):
         list_image_folder(folder)

@@ -1,182 +1,192 @@
-from dataclasses import replace
-from html.parser import HTMLParser
+import math
+import re
 from pathlib import Path
 
 import pytest
-import tyro
-from report_cases import make_run, write
+from made_up_runs import make_run, rows_of, write
 
-from adahessian.lab.files import write_json
-from adahessian.lab.report.command import Report, make_document
-from adahessian.lab.report.curves import COLOURS
-from adahessian.lab.report.document import Table
-from adahessian.lab.report.groups import OPTIMIZER_ORDER, group_runs
-from adahessian.lab.report.markdown import markdown, table_text
-from adahessian.lab.settings import OPTIMIZER_NAMES
-from adahessian.lab.tasks.registry import EXPERIMENTS
+from adahessian.lab.commands import report
+from adahessian.lab.errors import RunFileError
+from adahessian.lab.results import frames, tables
+
+ROOT = Path(__file__).parents[2]
 
 
-class References(HTMLParser):
-    """Everything that a browser would load, and all tags."""
-
-    def __init__(self):
-        super().__init__()
-        self.loaded, self.tags, self.text = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        loading = {"src", "srcset", "href", "data", "poster", "action", "background", "xlink:href"}
-        self.loaded += [value for name, value in attrs if name in loading]
-
-    def handle_data(self, data):
-        self.text.append(data)
+def cells(table, key, column):
+    return dict(zip(table[key], table[column], strict=True))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("report")
-    runs = tmp_path / "runs"
-    for seed in (1, 2):
-        write(make_run("sgd", seed, 92.0 + seed / 10), runs)
-        write(make_run("adahessian", seed, 92.1 + seed / 10, step=0.009), runs)
-    write(make_run("adam", diverged=True, name="<b>&'\"| name"), runs / "deeper")
-    write(make_run("adagrad", task="criteo-dlrm", recorded=1, accuracy=79.1), runs)
-    (runs / "other.json").write_text("[]")
-    page = tmp_path / "pages" / "RESULTS.md"
-    Report(runs=(runs,), output=tmp_path / "report", results_page=page).run()
-    return tmp_path
+# Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def test_page_needs_nothing_but_itself(written):
-    html = (written / "report" / "index.html").read_text()
-    references = References()
-    references.feed(html)
-    assert "script" not in references.tags
-    assert "link" not in references.tags
-    assert references.loaded
-    assert all(value.startswith(("data:image/svg+xml;base64,", "#")) for value in references.loaded)
-    style = html.partition("<style>")[2].partition("</style>")[0]
-    assert "url(" not in style
-    assert "@import" not in style
-    assert 'name="viewport"' in html
-    assert "prefers-color-scheme: dark" in style
-
-
-def test_page_has_tables_pictures_and_origins(written):
-    references = References()
-    references.feed((written / "report" / "index.html").read_text())
-    assert references.tags.count("table") == 2
-    assert references.tags.count("img") == 4
-    assert references.tags.count("source") == 4
-    # A name is text, whatever it looks like.
-    assert "b" not in references.tags
-    text = "".join(references.text)
-    for said in ("92.15 ± 0.07", "diverged", "“<b>&'\"| name”", "0123456789", "NVIDIA H200", "torch 2", "79.100"):
-        assert said in text
-    assert "adahessian train cifar10-resnet20 --optimizer sgd --seeds 1" in text
-
-
-def test_pictures_of_the_markdown_are_there(written):
-    for page in (written / "report" / "report.md", written / "pages" / "RESULTS.md"):
-        sources = [part.partition('"')[0] for part in page.read_text().split('<img src="')[1:]]
-        assert len(sources) == 4
-        assert all((page.parent / source).read_bytes().startswith(b"\x89PNG") for source in sources)
-        assert not any(source.startswith("/") for source in sources)
-
-
-def test_rows_of_markdown_have_the_cells_of_the_heading(written):
-    lines = [line for line in (written / "report" / "report.md").read_text().splitlines() if line.startswith("|")]
-    bars = {line.replace("\\|", "").count("|") for line in lines[:5]}
-    assert len(bars) == 1
-    assert table_text(Table(headings=["a", "b"], rows=[["x|y", "1"]])) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
-
-
-def test_same_runs_make_the_same_report(written):
-    first = (written / "report" / "index.html").read_bytes()
-    Report(runs=(written / "runs",), output=written / "report").run()
-    assert (written / "report" / "index.html").read_bytes() == first
-
-
-def test_every_task_has_a_section():
-    runs = [
-        make_run(optimizer, task=task) for task, experiment in EXPERIMENTS.items() for optimizer in experiment.defaults
-    ]
-    document = make_document(group_runs(runs))
-    assert [section.anchor for section in document.sections] == list(EXPERIMENTS)
-    assert markdown(document).count("\n## ") == len(EXPERIMENTS)
-
-
-def test_every_optimizer_has_a_place_and_a_colour():
-    assert sorted(OPTIMIZER_ORDER) == sorted(COLOURS) == sorted(OPTIMIZER_NAMES)
-
-
-def test_runs_of_unknown_tasks_are_left_out(tmp_path, capsys):
-    unknown = replace(make_run(), task="no-such-task")
-    Report(runs=(write(unknown, tmp_path), write(make_run(), tmp_path)), output=tmp_path / "report").run()
-    assert "no-such-task" in capsys.readouterr().out
-
-
-def test_what_is_no_run_is_told(tmp_path):
-    (tmp_path / "notes.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"adahessian report: .*notes\.json is no run"):
-        Report(runs=(tmp_path / "notes.json",), output=tmp_path / "report").run()
-    with pytest.raises(SystemExit, match="adahessian report: no finished run in"):
-        Report(runs=(tmp_path,), output=tmp_path / "report").run()
-    assert not (tmp_path / "report").exists()
-    with pytest.raises(SystemExit, match=r"adahessian report: .*--output"):
-        Report(runs=(write(make_run(), tmp_path),), output=tmp_path / "notes.json").run()
-
-
-def test_broken_files_are_told(tmp_path, capsys):
-    broken = write(make_run(seed=2), tmp_path)
-    broken.write_text(broken.read_text()[:900])
-    Report(runs=(write(make_run(), tmp_path), tmp_path), output=tmp_path / "report").run()
-    assert f"passed over: {broken} cannot be read" in capsys.readouterr().out
-
-
-def test_command_line():
-    parsed = tyro.cli(Report, args=["a.json", "b", "--output", "o", "--results-page", "R.md"])
-    assert parsed == Report(runs=(Path("a.json"), Path("b")), output=Path("o"), results_page=Path("R.md"))
-
-
-def test_unfinished_runs_are_named(tmp_path, capsys):
-    write_json(tmp_path / "a_seed-1.json", make_run().to_json())
-    (tmp_path / "b_seed-1").mkdir()
-    (tmp_path / "b_seed-1" / "checkpoint.pt").touch()
-    Report(runs=(tmp_path,), output=tmp_path / "report").run()
-    assert "not finished, and not in the report: " in capsys.readouterr().out.replace("\n", " ")
-
-
-def test_what_all_runs_of_a_task_have_in_common_is_said_once():
-    runs = [make_run(optimizer, batch_size=64) for optimizer in ("sgd", "adamw")]
-    document = make_document(group_runs([*runs, make_run("adahessian", batch_size=64, update_every=5)]))
-    text = markdown(document)
-    assert "In all of them, and not the task's own: batch size 64." in text
-    assert "| SGD |" in text
-    assert "| AdaHessian, curvature every 5 steps |" in text
-
-
-def test_runs_of_another_length_have_a_section_of_their_own():
-    short = {"epochs": 16, "decay_epochs": (8, 12)}
-    groups = group_runs(
-        [make_run("adahessian"), make_run("sgd"), make_run("sgd", **short), make_run("adahessian", **short)]
+def test_a_section_per_task_and_length(tmp_path):
+    runs = rows_of(
+        tmp_path,
+        make_run(task="digits"),
+        make_run(epochs=16),
+        make_run(),
+        make_run(holdout=10, final={"test_accuracy": 80.0}),
+        make_run("adamw", task="gpt-novels", value=3.0),
     )
-    long, shorter = make_document(groups).sections
-    assert (long.title, shorter.title) == ("ResNet20 on CIFAR-10", "ResNet20 on CIFAR-10, 16 epochs")
-    assert long.anchor != shorter.anchor
-    for section in (long, shorter):
-        (table,) = (part for part in section.parts if isinstance(part, Table))
-        assert [row[0] for row in table.rows] == ["SGD", "AdaHessian"]
-    assert "not the task's own: decay after epochs 8 12." in shorter.parts[0].text
-    files = [picture.file for picture in make_document(groups).pictures]
-    assert len(set(files)) == len(files)
+    titles = [section.title for section in tables.sections(runs)]
+    assert titles[0].endswith("digits, 10 epochs")
+    assert sorted(titles[1:4]) == [
+        "ResNet20 on CIFAR-10, 16 epochs",
+        "ResNet20 on CIFAR-10, 160 epochs",
+        "ResNet20 on CIFAR-10, 160 epochs, trials with held-out data",
+    ]
+    assert titles[4].endswith("2200 steps")
 
 
-def test_what_was_written_down_of_runs_is_in_the_report(tmp_path):
-    folder = tmp_path / "runs" / "cifar10-resnet20"
-    write(make_run("sgd"), folder)
-    write(make_run("sgd", epochs=16), folder)
-    (folder / "notes.txt").write_text("The first line.\n\nAnother one.\n")
-    Report(runs=(tmp_path / "runs",), output=tmp_path / "report").run()
-    text = (tmp_path / "report" / "report.md").read_text()
-    assert text.count("The first line.\n\nAnother one.\n") == 1, "once, not for each number of epochs"
+def test_table_of_a_section(tmp_path):
+    runs = rows_of(
+        tmp_path,
+        make_run("adamw", lr=0.5, epochs=16, value=math.nan),
+        make_run("adamw", epochs=16, value=91.0, final={"test_accuracy": 91.0, "test_loss": 0.3}),
+        *(make_run(seed=seed, epochs=16, value=90.0 + seed) for seed in (1, 2)),
+        make_run(seed=3, epochs=16, final={"test_accuracy": 93.0, "test_loss": 0.2}),
+    )
+    (section,) = tables.sections(runs)
+    table = tables.task_table(section)
+    assert table.optimizer.tolist() == ["sgd", "adamw", "adamw"]
+    assert table.options.tolist() == ["", "", "lr=0.5"]
+    assert table["test accuracy, %"].tolist() == ["92.00 ± 1.00", "91.00", ""]
+    assert table.seeds.tolist() == ["3", "1", "0"]
+    assert table.diverged.tolist() == ["0", "0", "1"]
+    assert table["test loss"].tolist() == ["", "0.300", ""]
+    assert table["ms per step"].tolist() == ["4.00"] * 3
+
+
+def test_numbers_keep_two_digits_if_they_are_very_small():
+    assert tables.number(91.256, 2) == "91.26"
+    assert tables.number(0.00000123, 5) == "1.2e-06"
+    assert tables.number(0.0, 2) == "0.00"
+    assert tables.spread(4.1, 0.0002, 3) == "4.100 ± 0.000"
+    assert tables.spread(1e-6, 2e-7, 5) == "1e-06 ± 2e-07"
+    assert tables.spread(math.nan, math.nan, 2) == ""
+
+
+def test_comparison_of_preset_chosen_and_tuned_settings(tmp_path):
+    tuned = {"trials": 5, "selected_on": "valid_loss"}
+    runs = rows_of(
+        tmp_path,
+        make_run("adamw", value=91.0),
+        make_run("sgd", value=92.0, lr=0.7),
+        make_run("muon", value=50.0, lr=0.5),
+        make_run("muon", value=93.0, lr=0.3, selection=tuned),
+        make_run("adamw", value=91.5, lr=0.2, selection=tuned),
+        make_run("adamw", task="glue-rte", value=math.nan, model="other"),
+    )
+    choices = {"cifar10-resnet20": {"sgd": "sgd lr=0.7"}, "glue-rte": {"shared": "model=other"}}
+    preset, tuned, rte = tables.comparison(runs, choices).to_dict("records")
+    assert (preset["SGD"], preset["AdamW"], preset["Muon"]) == ("92.00 (1)*", "91.00 (1)", "")
+    assert (tuned["SGD"], tuned["AdamW"], tuned["Muon"]) == ("", "91.50 (1)", "93.00 (1)")
+    assert tuned["task"].endswith("tuned")
+    assert rte["AdamW"] == "diverged"
+    assert list(preset) == ["task", "SGD", "AdamW", "Muon"]
+
+
+def test_differences_need_several_seeds(tmp_path):
+    values = {"adamw": (91.0, 91.1), "sgd": (92.0, 92.1), "adam": (90.0,)}
+    runs = rows_of(tmp_path, *(make_run(name, i, x) for name, of in values.items() for i, x in enumerate(of)))
+    (row,) = tables.differences(runs, {}).to_dict("records")
+    assert re.fullmatch(r"\+1\.00 \[\+0\.\d\d, \+1\.\d\d\]", row["SGD"])
+    assert "Adam" not in row
+    sgd, adamw, adam = (runs[runs.optimizer == name] for name in ("sgd", "adamw", "adam"))
+    assert tables.verdict(sgd, adamw).endswith("], better")
+    assert tables.verdict(adamw, sgd).endswith("], worse")
+    assert tables.verdict(sgd, sgd).endswith("], no significant difference")
+    assert tables.verdict(adam, sgd) == "-2.05, too few runs"
+    assert next(tables.verdicts(runs, "sgd", "adamw", {})).startswith("ResNet20")
+    losses = rows_of(tmp_path / "b", *(make_run("muon", i, 2 + i / 100, task="gpt-novels") for i in (1, 2)))
+    assert tables.verdict(losses, losses.assign(value=losses.value + 1)).endswith("], better")
+
+
+def test_races_and_learning_rates(tmp_path):
+    task, runs = "gpt-novels", []
+    for name, loss in (("adamw", 3.0), ("muon", 2.9)):
+        runs += [make_run(name, 1, loss, task=task), make_run(name, 1, loss + 0.2, task=task, steps=1100)]
+        runs += [make_run(name, 1, loss + 0.1, task=task, lr=lr) for lr in (5e-4, 2e-3)]
+    rows = rows_of(tmp_path, *runs)
+    race = tables.race_table(rows)
+    assert cells(race, "setting", "1,100 steps") == {"AdamW": "3.200 (1)", "Muon": "3.100 (1)"}
+    assert cells(race, "setting", "budget for the result of AdamW") == {"AdamW": "1.00", "Muon": "0.71"}
+    rates = tables.lr_table(rows)
+    assert list(rates)[1:] == ["x 0.5", "x 1", "x 2"]
+    assert cells(rates, "setting", "x 2") == {"AdamW": "3.100 (1)", "Muon": "3.000 (1)"}
+
+
+def test_variants_are_by_length(tmp_path):
+    runs = rows_of(tmp_path, make_run(value=92.0), make_run(value=86.0, epochs=16), make_run(value=91.0, lr=0.3))
+    lengths = {"160 epochs": "", "16 epochs": "epochs=16"}
+    table = tables.variants(runs, {"SGD": "sgd", "tripled": "sgd lr=0.3", "absent": "adam"}, lengths)
+    assert cells(table, "setting", "160 epochs") == {"SGD": "92.00 (1)", "tripled": "91.00 (1)", "absent": ""}
+    assert cells(table, "setting", "16 epochs") == {"SGD": "86.00 (1)", "tripled": "", "absent": ""}
+    assert table["training loss"].tolist() == ["0.500", "0.500", ""]
+
+
+# The page and RESULTS.md ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    runs = [make_run(name, seed, 90.0 + seed) for name in ("sgd", "adamw") for seed in (1, 2)]
+    write(tmp_path / "runs", *runs, make_run("adamw", lr=0.02, value=math.nan), make_run("sgd", value=80.0, epochs=16))
+    return tmp_path / "runs"
+
+
+def test_the_page_needs_no_other_file(folder, tmp_path, capsys):
+    output = tmp_path / "page" / "index.html"
+    report.main([str(folder), "--output", str(output)])
+    text = output.read_text()
+    assert text.count("<svg") == text.count("</svg>") >= 4
+    assert {link[0] for link in re.findall(r'(?:src|href)="([^"]*)"', text)} == {"#"}
+    assert "91.50 ± 0.71" in text
+    assert "91.50 ± 0.71" in capsys.readouterr().out
+    before = output.read_bytes()
+    report.main([str(folder), "--output", str(output)])
+    assert output.read_bytes() == before
+
+
+def test_markdown_is_rendered_and_checked(folder, tmp_path):
+    template, output = folder / "RESULTS.md.j2", tmp_path / "RESULTS.md"
+    template.write_text('SGD: {{ result("cifar10-resnet20", "sgd") }}\n{{ figure("seeds", "cifar10-resnet20") }}\n')
+    arguments = [str(folder), "--markdown", str(output)]
+    with pytest.raises(RunFileError, match=r"RESULTS\.md"):
+        report.main([*arguments, "--check"])
+    report.main(arguments)
+    first, second = output.read_text().splitlines()
+    assert first == "SGD: 91.50 ± 0.71 (2)"
+    (figure,) = re.findall(r"\((.*\.png)\)", second)
+    assert (output.parent / figure).read_bytes().startswith(b"\x89PNG")
+    report.main([*arguments, "--check"])
+    write(folder, make_run(seed=3, value=99.0))
+    with pytest.raises(RunFileError, match=r"RESULTS\.md"):
+        report.main([*arguments, "--check"])
+
+
+@pytest.mark.parametrize("text", ['{{ result("cifar10-resnet20", "adam") }}', "{{ nothing }}", "{% if %}"])
+def test_templates_with_errors_are_rejected(text, folder, tmp_path):
+    (folder / "RESULTS.md.j2").write_text(text)
+    with pytest.raises(RunFileError, match="template"):
+        report.main([str(folder), "--markdown", str(tmp_path / "RESULTS.md")])
+    assert not (tmp_path / "RESULTS.md").exists()
+
+
+def test_missing_runs_are_printed_as_lines_for_the_queue(folder, capsys):
+    report.main([str(folder), "--missing"])
+    assert "cifar10-resnet20 sgd --seeds 3 4 5\n" in capsys.readouterr().out
+
+
+def test_folders_without_runs_are_rejected(tmp_path):
+    with pytest.raises(RunFileError, match=str(tmp_path)):
+        report.main([str(tmp_path)])
+
+
+def test_results_of_this_repository_are_rendered(tmp_path):
+    output = ROOT / "RESULTS.md"
+    report.main([str(ROOT / "results"), "--markdown", str(output), "--check"])
+    assert len(output.read_text().splitlines()) <= 200
+    messages = []
+    assert len(frames.runs([ROOT / "results"], messages.append)) == len([*ROOT.glob("results/*/*.json")])
+    assert messages == []

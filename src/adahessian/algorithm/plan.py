@@ -261,8 +261,8 @@ class Bucket:
             own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
             own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
             # Reordering loops fails in torch 2.11, because it meets kernels for lists of tensors.
-            options: Any = {"loop_ordering_after_fusion": False}
-            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+            inductor: Any = {"loop_ordering_after_fusion": False}
+            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=inductor)
         try:
             return self._compiled[function](self.families, *args)
         except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything runs

@@ -5,80 +5,75 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Protocol
-
-import torch
+from importlib.metadata import version
 
 import adahessian
+from adahessian.lab.errors import LabError, StoppedError
 
-_EXTRA_PACKAGES = frozenset(
-    {
-        "PIL",
-        "matplotlib",
-        "numpy",
-        "rich",
-        "sacrebleu",
-        "safetensors",
-        "scipy",
-        "sklearn",
-        "tokenizers",
-        "torchmetrics",
-        "transformers",
-        "tyro",
-    }
-)
-
-
-# By their names: the module and the class of each, which are imported on use.
-_COMMANDS = {
-    "demo": ("adahessian.lab.demo", "Demo"),
-    "tasks": ("adahessian.lab.task_list", "Tasks"),
-    "train": ("adahessian.lab.train", "Train"),
-    "study": ("adahessian.lab.study", "Study"),
-    "queue": ("adahessian.lab.queue", "Queue"),
-    "report": ("adahessian.lab.report.command", "Report"),
-    "paper": ("adahessian.lab.paper.command", "Paper"),
-    "fetch": ("adahessian.lab.fetch", "Fetch"),
-    "bench": ("adahessian.lab.bench.command", "Bench"),
+COMMANDS = {
+    "tasks": ("adahessian.lab.commands.tasks", "List tasks, or show the settings of one."),
+    "fetch": ("adahessian.lab.commands.fetch", "Download the data of a task."),
+    "train": ("adahessian.lab.commands.train", "Train a task with an optimizer."),
+    "sweep": ("adahessian.lab.commands.sweep", "Tune optimizers with the same number of trials each."),
+    "queue": ("adahessian.lab.commands.queue", "Train a list of runs within a time limit."),
+    "report": ("adahessian.lab.commands.report", "Render tables and figures of runs."),
+    "figure": ("adahessian.lab.commands.figure", "Draw one figure."),
+    "bench": ("adahessian.lab.commands.bench", "Measure step time and memory of optimizers."),
+    "demo": ("adahessian.lab.commands.demo", "Train a small task with five optimizers, in a minute."),
 }
+"""Module and help of each subcommand. Modules are imported on use."""
 
 
-class Command(Protocol):
-    """A subcommand: its settings are the fields of a dataclass, its help their documentation."""
-
-    def run(self) -> None:
-        """Do what the subcommand is for."""
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the subcommand that the arguments name.
-
-    Args:
-        arguments: Arguments after the command's name; those of the process if None.
-    """
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the subcommand that the arguments name."""
+    words = sys.argv[1:] if argv is None else [*argv]
     try:
-        # Within the try, as it imports for seconds.
-        command = _parse(arguments)
         with _messages_shown():
-            command.run()
+            _run(words)
+    except StoppedError as stopped:
+        sys.exit(0 if stopped.planned else 130)
+    except LabError as error:
+        print(f"adahessian: {error}", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
-        # Whoever reads has seen enough. What Python would still write at its end goes nowhere.
+        # The reader has closed the pipe. Python must not fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
-        print("adahessian: stopped", file=sys.stderr)
+        print("adahessian: Interrupted.", file=sys.stderr)
         sys.exit(130)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in ("", "adahessian"):
+            raise
+        extra = "peers" if package == "pytorch_optimizer" else "lab"
+        print(f'adahessian: {package} is missing. Run: pip install "adahessian[{extra}]"', file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(words: Sequence[str]) -> None:
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print("Usage: adahessian COMMAND ...\n\nExperiments with the AdaHessian optimizers.\n")
+        print("\n".join(f"  {command:<8}{text}" for command, (_, text) in COMMANDS.items()))
+        print("\nadahessian COMMAND --help lists the options of a command.")
+    elif name == "--version":
+        print(f"adahessian {adahessian.__version__}, torch {version('torch')}")
+    elif name not in COMMANDS:
+        from adahessian.lab.configs.presets import near
+
+        raise LabError(f"There is no command {near(name, COMMANDS)}")
+    else:
+        import_module(COMMANDS[name][0]).main(words[1:])
 
 
 @contextmanager
 def _messages_shown() -> Iterator[None]:
-    """Print the messages of the library and of the tasks to standard error."""
-    logger = logging.getLogger("adahessian")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("adahessian: %(message)s"))
+    """Print messages of the library and of the laboratory to standard error."""
+    logger, handler = logging.getLogger("adahessian"), _ToStandardError()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -89,43 +84,10 @@ def _messages_shown() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _parse(arguments: Sequence[str] | None) -> Command:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["--version"]:
-        print(f"adahessian {adahessian.__version__}, torch {torch.__version__}")
-        sys.exit(0)
-    try:
-        # Imported on use, as it comes with the extra, which the library itself does without.
-        import tyro
-
-        if arguments[:1] in (["train"], ["study"]):
-            # Their defaults depend on the task and on the optimizer.
-            from adahessian.lab.study import parse_study
-            from adahessian.lab.train import parse_train
-
-            return (parse_train if arguments[0] == "train" else parse_study)(arguments[1:])
-
-        # Of several that would take seconds to import only the one that is asked for.
-        names = [name for name in _COMMANDS if arguments[:1] == [name]]
-        commands = {name: _imported(*_COMMANDS[name]) for name in names or _COMMANDS}
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package not in _EXTRA_PACKAGES:
-            raise
-        print(f'adahessian: the command needs {package}: pip install "adahessian[lab]"', file=sys.stderr)
-        sys.exit(1)
-
-    if names:
-        return tyro.cli(commands[names[0]], prog=f"adahessian {names[0]}", args=arguments[1:])
-    parsed: Command = tyro.extras.subcommand_cli_from_dict(
-        commands, prog="adahessian", description="Experiments with the AdaHessian optimizer.", args=arguments
-    )
-    return parsed
-
-
-def _imported(module: str, name: str) -> Callable[..., Command]:
-    command: Callable[..., Command] = getattr(import_module(module), name)
-    return command
+class _ToStandardError(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        # Looked up each time, because a live display replaces it for its duration.
+        print(f"adahessian: {record.getMessage()}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a training step costs, beside other optimizers, in one run."""
+"""Benchmarks of training steps, updates and memory."""

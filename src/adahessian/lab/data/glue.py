@@ -1,4 +1,4 @@
-"""Reads the tasks of the GLUE benchmark, in the tsv files that it is published in."""
+"""The datasets of GLUE, in the tsv files that their owners publish."""
 
 from __future__ import annotations
 
@@ -6,136 +6,106 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adahessian.lab.data.errors import DataError
+from adahessian.lab.errors import DataError
+
+# Batches are padded to a multiple of this, because a compiled step is compiled for each length.
+LENGTHS = 32
+
+Texts = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueForm:
-    """How the files of a task are laid out."""
+class Format:
+    """The layout of a dataset's files."""
 
     folder: str
-    """Name of the task, and of its folder."""
-
-    sentences: tuple[str, ...]
+    columns: tuple[str, ...] = ("sentence1", "sentence2")
     """Columns of the sentence, or of the two sentences."""
 
-    label: str
-    """Column of the label."""
-
-    classes: tuple[str, ...]
-    """What the label may be; none for a number from 0 to 5."""
-
-    dev: tuple[str, ...] = ("dev",)
-    """Names of the development sets."""
+    label: str = "label"
+    classes: tuple[str, ...] = ("0", "1")
+    """Labels. None for a score from 0 to 5."""
 
     broken_rows: int = 0
-    """Rows of another length that the published files have, at the most: those are left out."""
+    """Rows of another length that the published files have at most. They are left out."""
 
 
-RTE = GlueForm(
-    folder="RTE", sentences=("sentence1", "sentence2"), label="label", classes=("entailment", "not_entailment")
-)
-MRPC = GlueForm(folder="MRPC", sentences=("#1 String", "#2 String"), label="Quality", classes=("0", "1"))
-STSB = GlueForm(folder="STS-B", sentences=("sentence1", "sentence2"), label="score", classes=())
-SST2 = GlueForm(folder="SST-2", sentences=("sentence",), label="label", classes=("0", "1"))
-QNLI = GlueForm(
-    folder="QNLI", sentences=("question", "sentence"), label="label", classes=("entailment", "not_entailment")
-)
-# A few of its questions hold a line break, which tears their rows apart.
-QQP = GlueForm(
-    folder="QQP", sentences=("question1", "question2"), label="is_duplicate", classes=("0", "1"), broken_rows=100
-)
-MNLI = GlueForm(
-    folder="MNLI",
-    sentences=("sentence1", "sentence2"),
-    label="gold_label",
-    classes=("contradiction", "entailment", "neutral"),
-    dev=("dev_matched", "dev_mismatched"),
-)
+_ENTAILMENT = ("entailment", "not_entailment")
+
+FORMATS = {
+    "rte": Format(folder="RTE", classes=_ENTAILMENT),
+    "mrpc": Format(folder="MRPC", columns=("#1 String", "#2 String"), label="Quality"),
+    "stsb": Format(folder="STS-B", label="score", classes=()),
+    "sst2": Format(folder="SST-2", columns=("sentence",)),
+    "qnli": Format(folder="QNLI", columns=("question", "sentence"), classes=_ENTAILMENT),
+    # A few questions contain a line break, which splits their rows.
+    "qqp": Format(folder="QQP", columns=("question1", "question2"), label="is_duplicate", broken_rows=100),
+    "mnli": Format(folder="MNLI", label="gold_label", classes=("contradiction", "entailment", "neutral")),
+}
 
 
-@dataclass(frozen=True)
-class Sentences:
-    """The examples of a file."""
-
-    texts: list[tuple[str, ...]]
-    """Of each the sentence, or the two sentences."""
-
-    labels: Tensor
-    """Numbers of classes, or scores as float32."""
-
-
-def read_sentences(folder: Path, form: GlueForm, name: str) -> Sentences:
-    """Read a file of a task.
+def read_sentences(folder: Path, form: Format, name: str) -> tuple[Texts, Tensor]:
+    """Return the sentences of a file, and their classes (int64) or scores (float32).
 
     Args:
-        folder: The folder with the tasks' folders.
-        form: How the task's files are laid out.
-        name: Which file: ``"train"``, or one of ``form.dev``.
+        folder: The folder with the folders of the datasets.
+        form: The dataset.
+        name: The file, without its suffix: ``"train"``, ``"dev"``.
 
     Raises:
-        DataError: If the file is missing or not as GLUE publishes it.
+        DataError: If the file is missing or not as published.
     """
     path = folder / form.folder / f"{name}.tsv"
     try:
-        # Some of the files begin with a byte-order mark.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror}): put GLUE's folder {form.folder} with its files into {folder}"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}): download GLUE's {form.folder} again") from error
-    if lines[-1] == "":
-        lines.pop()
-    # Quotation marks are part of the sentences, so a row is what lies between tabs and nothing else.
-    rows = [line.removesuffix("\r").split("\t") for line in lines]
-    return _examples(rows, form, path)
-
-
-def _examples(rows: list[list[str]], form: GlueForm, path: Path) -> Sentences:
-    header = rows[0] if rows else []
-    if absent := [column for column in (*form.sentences, form.label) if column not in header]:
-        raise DataError(
-            f"{path}, line 1: there is no column {', '.join(map(repr, absent))} among {', '.join(map(repr, header))}: "
-            f"this is not a training or development file of GLUE's {form.folder}"
-        )
-    sentences = [header.index(column) for column in form.sentences]
-    label = header.index(form.label)
+        # MRPC begins with a byte-order mark.
+        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Put the files of GLUE into {path.parent}.") from error
+    # Quotation marks belong to the sentences: only tabs and line feeds separate.
+    header, *rows = [line.removesuffix("\r").split("\t") for line in lines]
+    if absent := [column for column in (*form.columns, form.label) if column not in header]:
+        raise DataError(f"{path}, line 1 lacks the column {absent[0]!r}. Fetch GLUE's {form.folder} again.")
+    columns, label = [header.index(column) for column in form.columns], header.index(form.label)
     texts, labels, broken = [], [], 0
-    for line, row in enumerate(rows[1:], start=2):
-        if len(row) != len(header):
-            broken += 1
-            if broken > form.broken_rows:
-                raise DataError(
-                    f"{path}, line {line}: {len(row)} columns, but the first line names {len(header)}: the file is "
-                    f"truncated or was changed, download GLUE's {form.folder} again"
-                )
-            continue
-        texts.append(tuple(row[column] for column in sentences))
-        labels.append(_label(row[label], form, f"{path}, line {line}"))
+    for line, row in enumerate(rows, start=2):
+        if len(row) == len(header):
+            texts.append(tuple(row[column] for column in columns))
+            labels.append(_label(row[label], form.classes, f"{path}, line {line}"))
+        elif (broken := broken + 1) > form.broken_rows:
+            raise DataError(f"{path}, line {line} has {len(row)} columns instead of {len(header)}. Fetch it again.")
     if not texts:
-        raise DataError(f"{path} has no examples: download GLUE's {form.folder} again")
-    return Sentences(texts, torch.tensor(labels, dtype=torch.long if form.classes else torch.float32))
+        raise DataError(f"{path} has no examples. Fetch GLUE's {form.folder} again.")
+    return texts, torch.tensor(labels, dtype=torch.long if form.classes else torch.float32)
 
 
-def _label(text: str, form: GlueForm, where: str) -> float:
-    if form.classes:
-        if text not in form.classes:
-            raise DataError(f"{where}: the label is {text!r}, but it must be one of {_either(form.classes)}")
-        return form.classes.index(text)
+def _label(text: str, classes: Sequence[str], where: str) -> float:
+    if classes:
+        if text not in classes:
+            raise DataError(f"{where} has the label {text!r} instead of one of {', '.join(classes)}.")
+        return classes.index(text)
     try:
         score = float(text)
     except ValueError:
-        score = float("nan")
+        score = -1.0
     if not isfinite(score) or not 0 <= score <= 5:
-        raise DataError(f"{where}: the score is {text!r}, but it must be a number from 0 to 5")
+        raise DataError(f"{where} has the score {text!r} instead of a number from 0 to 5.")
     return score
 
 
-def _either(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+def tokenize(texts: Texts, tokenizer: Any, max_length: int) -> dict[str, Tensor]:
+    """Return a batch of sentences, or of pairs of sentences, as a BERT of transformers reads it.
+
+    Args:
+        texts: The sentences.
+        tokenizer: The tokenizer of the checkpoint.
+        max_length: Most tokens of an example. The longer sentence of a pair is cut first.
+    """
+    sentences = [list(column) for column in zip(*texts, strict=True)]
+    tokens = tokenizer(*sentences, truncation=True, max_length=max_length)
+    padded = tokenizer.pad(tokens, pad_to_multiple_of=LENGTHS, return_tensors="pt")
+    return {name: tensor[:, :max_length] for name, tensor in padded.items()}

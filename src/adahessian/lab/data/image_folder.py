@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -14,108 +14,86 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from adahessian.lab.augmentation import random_box
-from adahessian.lab.data.errors import DataError
-from adahessian.lab.data.transfer import sent
-from adahessian.lab.randomness import generator_for
+from adahessian.lab.data.augmentation import random_box
+from adahessian.lab.errors import DataError
+from adahessian.lab.training.random_streams import random_stream
 
-_ENDINGS = (".jpeg", ".jpg", ".png")
+_SUFFIXES = (".jpeg", ".jpg", ".png")
 _DECODED_AT_A_TIME = 256
+
+View: TypeAlias = Callable[[Image.Image, int, int], Image.Image]
+"""Takes an image, the epoch and the index of the image, and returns a square part of it."""
 
 
 @dataclass(frozen=True)
 class ListedImages:
-    """Files of images, and their classes' numbers."""
+    """Paths of images and their classes."""
 
     files: tuple[str, ...]
     labels: Tensor
 
+    def select(self, indices: Tensor) -> ListedImages:
+        """Return some of the images."""
+        return ListedImages(tuple(self.files[index] for index in indices), self.labels[indices])
+
 
 def list_image_folder(data_dir: Path) -> tuple[ListedImages, ListedImages, tuple[str, ...]]:
-    """The images to train on and those to validate with, in the order of their names, and the names of the classes.
+    """Return the training and validation images in the order of their names, and the names of the classes.
 
     Raises:
-        DataError: If a folder is missing or empty, or if one in ``val`` is not in ``train``.
+        DataError: If a folder is missing or empty, or a class in ``val`` is not in ``train``.
     """
     training, validation = _class_folders(data_dir / "train"), _class_folders(data_dir / "val")
     classes = tuple(folder.name for folder in training)
     for folder in validation:
         if folder.name not in classes:
-            raise DataError(f"{folder} has no folder of its name in {data_dir / 'train'}: it is no class to train on.")
-    return _listed(training, classes), _listed(validation, classes), classes
+            raise DataError(f"{folder} is not a class in {data_dir / 'train'}. Remove it, or add training images.")
+    return _list_images(training, classes), _list_images(validation, classes), classes
 
 
 def _class_folders(part: Path) -> list[Path]:
-    if not part.is_dir():
-        raise DataError(f"No folder {part}: expected train/<class>/*.JPEG and val/<class>/*.JPEG in {part.parent}.")
-    folders = sorted(folder for folder in part.iterdir() if folder.is_dir())
+    folders = sorted(folder for folder in part.iterdir() if folder.is_dir()) if part.is_dir() else []
     if not folders:
-        raise DataError(f"{part} has no folders: sort its images into a folder for each class, {part.name}/<class>.")
+        raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
     return folders
 
 
-def _listed(folders: list[Path], classes: tuple[str, ...]) -> ListedImages:
+def _list_images(folders: list[Path], classes: tuple[str, ...]) -> ListedImages:
     files: list[str] = []
     labels: list[int] = []
-    numbers = {name: number for number, name in enumerate(classes)}
     for folder in folders:
-        found = sorted(str(file) for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
+        found = sorted(str(file) for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not found:
-            raise DataError(f"{folder} has no .JPEG, .jpg or .png files: put the images of the class into it.")
+            raise DataError(f"{folder} has no .JPEG, .jpg or .png files. Put the images of the class into it.")
         files += found
-        labels += [numbers[folder.name]] * len(found)
+        labels += [classes.index(folder.name)] * len(found)
     return ListedImages(tuple(files), torch.tensor(labels))
 
 
-class View(Protocol):
-    """What is taken of an image: a square of a fixed size."""
-
-    @property
-    def size(self) -> int:
-        """Its height and width."""
-
-    def __call__(self, image: Image.Image, *, epoch: int, index: int) -> Image.Image:
-        """The view of the image with this index in an epoch."""
-
-
-@dataclass(frozen=True)
-class Centre:
-    """The square in the middle of an image, after its shorter side was scaled to a length."""
-
-    size: int
-    shorter_side: int
-
-    def __call__(self, image: Image.Image, *, epoch: int, index: int) -> Image.Image:
-        """The same for every epoch."""
-        scale = self.shorter_side / min(image.size)
-        width, height = max(self.size, round(image.width * scale)), max(self.size, round(image.height * scale))
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        left, upper = (width - self.size) // 2, (height - self.size) // 2
-        return image.crop((left, upper, left + self.size, upper + self.size))
+def center_view(size: int, shorter_side: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
+    """Scale the shorter side of an image to a length, and return the square in the middle."""
+    scale = shorter_side / min(image.size)
+    width, height = max(size, round(image.width * scale)), max(size, round(image.height * scale))
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, upper = (width - size) // 2, (height - size) // 2
+    return image.crop((left, upper, left + size, upper + size))
 
 
-@dataclass(frozen=True)
-class RandomPart:
-    """A random part of an image, scaled to a size, and half of them mirrored.
+def random_view(size: int, seed: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
+    """Return a random part of an image, scaled to a size. Half of them are mirrored.
 
-    A function of the seed, the epoch and the image's index alone, whichever worker makes it.
+    The part depends on the seed, the epoch and the index alone, and not on the worker that makes it.
     """
-
-    size: int
-    seed: int
-
-    def __call__(self, image: Image.Image, *, epoch: int, index: int) -> Image.Image:
-        """Another one for every epoch."""
-        generator = generator_for("augment", self.seed, epoch, index)
-        box = random_box(image.width, image.height, generator)
-        part = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        mirrored = torch.rand((), generator=generator).item() < 0.5
-        return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else part
+    generator = random_stream("augment", seed, epoch, index)
+    box = random_box(image.width, image.height, generator)
+    part = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    is_mirrored = torch.rand((), generator=generator).item() < 0.5
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_mirrored else part
 
 
 def decode(file: str) -> Image.Image:
-    """An image in RGB, whatever it is in the file.
+    """Read an image and convert it to RGB.
 
     Raises:
         DataError: If it cannot be decoded.
@@ -127,78 +105,69 @@ def decode(file: str) -> Image.Image:
         raise DataError(f"{file} cannot be decoded ({error}). Fetch it again, or leave it out.") from error
 
 
-class _Views(Dataset[Tensor | DataError]):
-    def __init__(self, files: tuple[str, ...], view: View, epoch: int) -> None:
-        self.files = files
-        self.view = view
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> Tensor | DataError:
-        try:
-            image = decode(self.files[index])
-        except DataError as error:
-            # Raised in a worker, it would arrive with a worker's traceback in its message.
-            return error
-        return torch.from_numpy(np.array(self.view(image, epoch=self.epoch, index=index)))
-
-
-def _stacked(images: list[Tensor | DataError]) -> Tensor | DataError:
-    tensors = [image for image in images if isinstance(image, Tensor)]
-    return torch.stack(tensors) if len(tensors) == len(images) else next(e for e in images if isinstance(e, DataError))
-
-
 class StreamedImages:
-    """Images that are decoded whenever they are asked for, by processes of their own.
+    """Images that worker processes decode for every batch.
 
     Args:
         listed: The images.
-        view: What is taken of each.
-        workers: Processes that decode, no more than there are cores; with 0, this one does.
-        device: Where batches go.
+        view: What to return of each image.
+        workers: Processes that decode, limited to the number of cores. With 0, this process decodes.
+        device: Device of the batches.
     """
 
     def __init__(self, listed: ListedImages, view: View, *, workers: int, device: torch.device) -> None:
         self.labels = listed.labels
-        self._files = listed.files
-        self._view = view
+        self._files, self._view, self._device = listed.files, view, device
         self._workers = min(workers, os.cpu_count() or 1)
-        self._device = device
 
     def take(self, parts: Sequence[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images of shape (N, size, size, 3) and labels, on the device, for the indices of one batch after another.
+        """Yield uint8 images of shape (N, size, size, 3) and labels for the indices of each batch.
 
         Raises:
             DataError: If a file cannot be decoded.
         """
         pinned = self._device.type == "cuda"
-        batches = DataLoader(
-            _Views(self._files, self._view, epoch),
+        loader: DataLoader[Any] = DataLoader(
+            _Views(self._files, self.labels, self._view, epoch),
             batch_sampler=[part.tolist() for part in parts],
             num_workers=self._workers,
-            collate_fn=_stacked,
+            collate_fn=_collate,
             pin_memory=pinned,
-            # Else it would draw from torch's own stream. Nothing comes of what it draws.
+            # The default would draw from torch's random state.
             generator=torch.Generator(),
         )
-        for part, images in zip(parts, batches, strict=True):
-            if isinstance(images, DataError):
-                raise images
-            yield (
-                images.to(self._device, non_blocking=pinned),
-                sent(self.labels[part], self._device),
-            )
+        for batch in loader:
+            if isinstance(batch, DataError):
+                raise batch
+            images, labels = batch
+            yield images.to(self._device, non_blocking=pinned), labels.to(self._device, non_blocking=pinned)
 
-    @property
-    def decoded_bytes(self) -> int:
-        """Memory that all images take when decoded."""
-        return len(self._files) * self._view.size**2 * 3
+    def decode_all(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return the views of all images, of this height and width, and all labels, on the device."""
+        images = torch.empty((len(self._files), size, size, 3), dtype=torch.uint8, device=self._device)
+        parts = torch.arange(len(images)).split(_DECODED_AT_A_TIME) if len(images) else ()
+        for part, (decoded, _) in zip(parts, self.take(parts, epoch=0), strict=True):
+            images[part[0] : part[-1] + 1] = decoded
+        return images, self.labels.to(self._device)
 
-    def decoded(self) -> Tensor:
-        """All images, on the device, of shape (N, size, size, 3)."""
-        shape = (len(self._files), self._view.size, self._view.size, 3)
-        images = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        parts = torch.arange(len(self._files)).split(_DECODED_AT_A_TIME)
-        places = images.split(_DECODED_AT_A_TIME)
-        for place, (batch, _) in zip(places, self.take(parts, epoch=0), strict=True):
-            place.copy_(batch)
-        return images
+
+class _Views(Dataset[Any]):
+    def __init__(self, files: tuple[str, ...], labels: Tensor, view: View, epoch: int) -> None:
+        self.files, self.labels, self.view, self.epoch = files, labels, view, epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | DataError:
+        try:
+            image = decode(self.files[index])
+        except DataError as error:
+            # If a worker raised it, its message would contain a traceback.
+            return error
+        return torch.from_numpy(np.array(self.view(image, self.epoch, index))), self.labels[index]
+
+
+def _collate(examples: list[tuple[Tensor, Tensor] | DataError]) -> tuple[Tensor, ...] | DataError:
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for example in examples:
+        if isinstance(example, DataError):
+            return example
+        pairs.append(example)
+    return tuple(map(torch.stack, zip(*pairs, strict=True)))

@@ -6,15 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from adahessian.lab.data.errors import DataError
+from adahessian.lab.errors import DataError
 
-# Each part goes by the first of these names that is there: IWSLT14's, Multi30k's, WMT14's.
-TRAINING_NAMES = ("train",)
-VALIDATION_NAMES = ("valid", "val", "newstest2013")
-TEST_NAMES = ("test", "test_2016_flickr", "newstest2014")
+# Names of the parts in IWSLT14, Multi30k and WMT14. The first that exists is read.
+PART_NAMES = (("train",), ("valid", "val", "newstest2013"), ("test", "test_2016_flickr", "newstest2014"))
 
 TATOEBA_NAME = "deu.txt"
-# One English sentence in so many is for validation, and as many for the test.
+# One English sentence in this many is for validation, and one for the test.
 TATOEBA_SHARE = 50
 
 
@@ -31,7 +29,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class ParallelText:
-    """A text in its three parts."""
+    """The three parts of a text."""
 
     training: Pairs
     validation: Pairs
@@ -39,35 +37,33 @@ class ParallelText:
 
 
 def read_folder(folder: Path, source: str, target: str) -> ParallelText:
-    """Read files of one sentence a line, such as ``train.de`` and ``train.en``, ``valid.*`` and ``test.*``.
+    """Read files of one sentence per line, such as ``train.de`` and ``train.en``.
 
     Args:
-        folder: Where the files are. Multi30k's and WMT14's own names of the parts do as well.
-        source: The ending of the files to translate from, such as ``"de"``.
-        target: The ending of the files to translate to.
+        folder: The folder with the files, under any of :data:`PART_NAMES`.
+        source: Suffix of the files to translate from, such as ``"de"``.
+        target: Suffix of the files to translate to.
 
     Raises:
-        DataError: If a file is missing, has an empty line or is not UTF-8, if the two sides differ in length, or if the
-            text was split into subwords already.
+        DataError: If a file is missing, is not UTF-8 or has an empty line, if the two sides differ in length, or if
+            words are already split into subwords.
     """
-    training = _read_part(folder, TRAINING_NAMES, source, target)
-    _refuse_subwords(training, folder)
-    return ParallelText(
-        training,
-        _read_part(folder, VALIDATION_NAMES, source, target),
-        _read_part(folder, TEST_NAMES, source, target),
-    )
+    text = ParallelText(*(_read_part(folder, names, source, target) for names in PART_NAMES))
+    first = text.training.source[:1000]
+    if sum("@@ " in sentence for sentence in first) > len(first) / 2:
+        raise DataError(f"{folder} has words that are split into subwords ('@@ '). Pass the text before this step.")
+    return text
 
 
 def read_tatoeba(folder: Path) -> ParallelText:
-    """Read Tatoeba's ``deu.txt``, to translate from German to English.
+    """Read Tatoeba's ``deu.txt``, for translation from German to English.
 
-    The file has an English sentence, a German one and mostly an attribution in each line, sorted by length, with many
-    translations of one English sentence. It comes in no parts. Here the English sentences are shuffled by a hash of
-    their own, and each goes with all of its translations to one part: a 50th to the test, as many to validation.
+    Each line has an English sentence, a German one and mostly an attribution. Many translations of one English sentence
+    follow each other. The English sentences are shuffled by their hash. A 50th of them, with all their translations, is
+    the test part, and another 50th the validation part.
 
     Raises:
-        DataError: If the file is missing, not UTF-8, or has a line without two sentences.
+        DataError: If the file is missing, is not UTF-8, or has a line without two sentences.
     """
     path = folder / TATOEBA_NAME
     rows: list[tuple[str, str]] = []
@@ -75,13 +71,12 @@ def read_tatoeba(folder: Path) -> ParallelText:
         english, german = (_single_spaced(cell) for cell in (*line.split("\t"), "")[:2])
         if not english or not german:
             raise DataError(
-                f"{path}, line {number}: expected an English and a German sentence with a tab between them, but got "
-                f"{line[:80]!r}. Get the German-English file of Tatoeba's sentence pairs again"
+                f"{path}, line {number}: {line[:80]!r} is not a pair of sentences. Download the file again."
             )
         rows.append((english, german))
     shuffled = sorted({english for english, _ in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(shuffled) < 3:
-        raise DataError(f"{path}: {len(shuffled)} different English sentences are too few for three parts")
+        raise DataError(f"{path} has only {len(shuffled)} different English sentences. Download the file again.")
     count = max(1, len(shuffled) // TATOEBA_SHARE)
     test, validation = set(shuffled[:count]), set(shuffled[count : 2 * count])
     parts = ParallelText(Pairs([], []), Pairs([], []), Pairs([], []))
@@ -97,48 +92,32 @@ def _read_part(folder: Path, names: tuple[str, ...], source: str, target: str) -
     paths = [folder / f"{name}.{language}" for language in (source, target)]
     sides = [_sentences(path) for path in paths]
     if len(sides[0]) != len(sides[1]):
-        raise DataError(
-            f"{paths[0]} has {len(sides[0]):,} lines and {paths[1]} has {len(sides[1]):,}, where line by line one is "
-            "the translation of the other. Get both again, from one source"
-        )
+        lengths = f"{paths[0]} has {len(sides[0]):,} lines, and {paths[1]} has {len(sides[1]):,}"
+        raise DataError(f"{lengths}. Download both again, from the same source.")
     return Pairs(*sides)
 
 
 def _sentences(path: Path) -> list[str]:
     sentences = [_single_spaced(line) for line in _lines(path)]
-    for number, sentence in enumerate(sentences, 1):
-        if not sentence:
-            raise DataError(f"{path}, line {number}: empty. Remove this line from the files of both languages")
+    if "" in sentences:
+        raise DataError(f"{path}, line {1 + sentences.index('')} is empty. Remove it from the files of both languages.")
     return sentences
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        content = path.read_bytes()
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}. Put the file there, or name another --data-dir") from error
-    try:
-        text = content.decode("utf-8-sig")
+        raise DataError(f"{path}: {error.strerror or error}. Put it there, or pass another --data-dir.") from error
     except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {number}: not UTF-8. Get the file again, or convert it") from error
-    # Other characters that Python takes for the end of a line are part of a sentence.
-    lines = text.split("\n")
-    if not lines[-1]:
-        lines.pop()
-    if not lines:
-        raise DataError(f"{path}: empty. Get the file again")
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {number} is not UTF-8. Download the file again, or convert it.") from error
+    # str.splitlines would also split at characters that are part of a sentence.
+    lines = text.removesuffix("\n").split("\n")
+    if lines == [""]:
+        raise DataError(f"{path} is empty. Download it again.")
     return lines
 
 
 def _single_spaced(text: str) -> str:
     return " ".join(text.split())
-
-
-def _refuse_subwords(training: Pairs, folder: Path) -> None:
-    first = training.source[:1000]
-    if sum("@@ " in sentence for sentence in first) > len(first) / 2:
-        raise DataError(
-            f"{folder}: the words of the training text are split into subwords ('@@ ') already. Give the folder with "
-            "the text from before that step of the preparation"
-        )

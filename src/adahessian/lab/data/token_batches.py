@@ -4,43 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adahessian.lab.randomness import generator_for
-from adahessian.lab.tasks.task import Share
+from adahessian.lab.training.random_streams import random_stream
+
+if TYPE_CHECKING:
+    from adahessian.lab.tasks.task import Env
 
 PADDING, START, END = 0, 1, 2
 
-# What is padded to, which the matrix products of a GPU like best.
+# Widths are multiples of this number, which suits the matrix products of a GPU.
 MULTIPLE = 8
 
 PairBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What the encoder reads, what the decoder reads and what it is to say: token numbers, each of shape (N, T)."""
+"""Input of the encoder, input of the decoder, and target of the decoder: token numbers, each of shape (N, T)."""
 
 
 class Sentences:
-    """Token numbers of many sentences, without :data:`START` and :data:`END`, in one tensor.
-
-    Args:
-        sentences: The token numbers of each.
-    """
+    """Token numbers of many sentences, without :data:`START` and :data:`END`, in one tensor."""
 
     def __init__(self, sentences: Sequence[Sequence[int]]) -> None:
         self.lengths = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
         self._starts = self.lengths.cumsum(0) - self.lengths
         flat = np.fromiter((token for sentence in sentences for token in sentence), np.int32)
-        # One more than there are: an index past the end of the last sentence has to find something.
+        # One element more, for indices beyond the end of the last sentence.
         self._tokens = torch.from_numpy(np.append(flat, np.int32(PADDING)))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def padded(self, indices: Tensor, width: int) -> Tensor:
-        """Some of the sentences, each with :data:`END` behind it, as rows of this width."""
+        """Return sentences as rows of this width, each with :data:`END` after it."""
         columns = torch.arange(width)
         lengths = self.lengths[indices].unsqueeze(1)
         places = (self._starts[indices].unsqueeze(1) + columns).clamp(max=len(self._tokens) - 1)
@@ -50,67 +48,64 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Cut:
-    """The sentence pairs of one batch, and the width that both of its sides are padded to."""
+    """The sentence pairs of one batch, and the width that both sides are padded to."""
 
     indices: Tensor
     width: int
 
 
 class TokenBatches:
-    """Sentence pairs in batches of as many tokens as fit, padding included.
+    """Sentence pairs in batches of as many tokens as fit, including padding.
 
-    Pairs of about the same length come together. Which ones is decided once, by the seed; an epoch shuffles the batches
-    and, inside of them, the pairs: any slice is a fair sample of its batch. Both sides are padded to one width, and all
-    batches of a width but the last have as many pairs, so that there are few different shapes to compile for.
+    Pairs of about the same length share a batch. The seed decides which ones, once. An epoch shuffles the batches and
+    the pairs within each batch, so any slice is a fair sample of its batch. Both sides have the same width, and all
+    batches of a width except the last have the same number of pairs. That leaves few shapes to compile for.
 
     Args:
         source: The sentences to translate.
         target: Their translations.
         max_tokens: Most tokens of a batch, on either side. A longer pair is a batch of its own.
-        seed: Which pairs of a length come together.
-        share: Which part of each batch to give.
+        env: Seed, and this rank's share of each batch. None is for evaluation, on whole batches.
     """
 
-    def __init__(
-        self, source: Sentences, target: Sentences, max_tokens: int, *, seed: int = 0, share: Share | None = None
-    ) -> None:
-        self.source, self.target = source, target
-        self.seed, self.share = seed, share or Share()
-        cuts = _cut(torch.maximum(source.lengths, target.lengths) + 1, max_tokens, seed)
-        # A process without a pair would have no loss.
-        self.cuts = [cut for cut in cuts if len(cut.indices) >= self.share.ranks]
+    def __init__(self, source: Sentences, target: Sentences, max_tokens: int, env: Env | None = None) -> None:
+        self.source, self.target, self.env = source, target, env
+        cuts = _cut(torch.maximum(source.lengths, target.lengths) + 1, max_tokens, env.seed if env else 0)
+        # A rank without a pair would have no loss.
+        self.cuts = [cut for cut in cuts if env is None or len(cut.indices) >= env.world_size]
 
     def __len__(self) -> int:
         return len(self.cuts)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[PairBatch]:
-        """The batches of an epoch in its order, from the one with the number ``start`` on."""
-        order = torch.randperm(len(self.cuts), generator=generator_for("translation batches", self.seed, epoch))
-        for number in order[start:].tolist():
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[PairBatch]:
+        """Yield this rank's part of the batches of an epoch, without the first ``skip``."""
+        assert self.env is not None
+        order = torch.randperm(len(self.cuts), generator=random_stream("translation batches", self.env.seed, epoch))
+        for number in order[skip:].tolist():
             cut = self.cuts[number]
-            generator = generator_for("translation pairs", self.seed, epoch, number)
+            generator = random_stream("translation pairs", self.env.seed, epoch, number)
             indices = cut.indices[torch.randperm(len(cut.indices), generator=generator)]
-            yield self.batch(self.share.of(indices), cut.width)
+            yield self.batch(self.env.my_share(indices), cut.width)
 
     def in_order(self) -> Iterator[tuple[Tensor, PairBatch]]:
-        """All batches, the longest sentences first, each with the numbers of its pairs."""
+        """Yield all batches, the longest sentences first, each with the numbers of its pairs."""
         for cut in self.cuts:
             yield cut.indices, self.batch(cut.indices, cut.width)
 
     def batch(self, indices: Tensor, width: int) -> PairBatch:
-        """These pairs, as rows of this width."""
-        said = self.target.padded(indices, width)
-        # The decoder reads each word one place after it was to say it; END it never reads.
-        read = torch.cat([torch.full((len(indices), 1), START), said[:, :-1]], 1)
-        return self.source.padded(indices, width), read.masked_fill(read == END, PADDING), said
+        """Return pairs as rows of this width."""
+        target = self.target.padded(indices, width)
+        # The decoder reads each word one place after it had to predict it. It never reads END.
+        read = torch.cat([torch.full((len(indices), 1), START), target[:, :-1]], 1)
+        return self.source.padded(indices, width), read.masked_fill(read == END, PADDING), target
 
 
 def _cut(lengths: Tensor, max_tokens: int, seed: int) -> list[Cut]:
-    """Cut pairs of these lengths into batches, from the longest pairs on.
+    """Cut pairs of these lengths into batches, starting with the longest pairs.
 
-    The longest pair of a batch decides its width, and the width the number of pairs: none is left over but at the end.
+    The longest pair of a batch decides its width, and the width decides the number of pairs.
     """
-    shuffled = torch.randperm(len(lengths), generator=generator_for("translation cuts", seed))
+    shuffled = torch.randperm(len(lengths), generator=random_stream("translation cuts", seed))
     widths = (lengths + MULTIPLE - 1) // MULTIPLE * MULTIPLE
     order = shuffled[widths[shuffled].argsort(descending=True, stable=True)]
     sorted_widths = widths[order].tolist()

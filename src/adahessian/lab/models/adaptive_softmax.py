@@ -1,4 +1,4 @@
-"""The adaptive softmax of Grave et al. (2017) without choices that depend on data."""
+"""The adaptive softmax of Grave et al. (2017), with shapes that do not depend on the data."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 class AdaptiveSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
-    """:class:`torch.nn.AdaptiveLogSoftmaxWithLoss`, every cluster computed for every word and masked afterwards.
+    """:class:`torch.nn.AdaptiveLogSoftmaxWithLoss` that computes every cluster for every word and masks afterwards.
 
-    Torch picks the words of each cluster, so that shapes depend on the data, which neither ``torch.func`` nor a
-    captured graph allows. Here all shapes are fixed. What that costs is bounded by the narrow tails: of each cluster
-    only the sum over its words is taken, and the row of the target.
+    PyTorch's version selects the words of each cluster, so its shapes depend on the data. Neither ``torch.func`` nor a
+    CUDA graph allows that. The tails are narrow, so the extra work is bounded: each cluster needs only the sum over its
+    words and the row of the target.
     """
 
     def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Log-probabilities: of the targets, and the mean over all words, both of the targets' shape."""
+        """Return the log-probabilities of the targets, and the mean log-probability of all words."""
         head = self.head(x).log_softmax(-1)
         first = self.shortlist_size
         log_prob = head.gather(-1, targets.clamp(max=first - 1)[..., None]).squeeze(-1)
@@ -30,7 +30,7 @@ class AdaptiveSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
             narrow, weight = projection(x), cast(Tensor, words.weight)
             total = (narrow @ weight.T).logsumexp(-1)
             row = F.embedding((targets - low).clamp(0, high - low - 1), weight)
-            # Targets of later clusters are replaced in their turn.
+            # Targets of later clusters are replaced in their own iteration.
             log_prob = torch.where(targets >= low, cluster + (narrow * row).sum(-1) - total, log_prob)
             over_words = over_words + (high - low) * (cluster - total) + narrow @ weight.sum(0)
         return log_prob, over_words / self.n_classes

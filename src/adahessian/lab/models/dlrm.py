@@ -10,18 +10,17 @@ from torch import Tensor, nn
 
 
 class DLRM(nn.Module):
-    """Embeddings of categories and of the numbers, their dot products with one another, and a network on top.
+    """Embeddings of categories and of numbers, their pairwise dot products, and a network on top.
 
-    All columns have their rows in one table, one column behind the other: the same as a table for each, in one lookup.
-    Its gradient is sparse.
+    All columns of categories share one table, so that one lookup serves all of them. Its gradient is sparse.
 
     Args:
         numbers: Columns of numbers.
         columns: Columns of categories.
-        categories: Categories of a column.
+        categories: Categories per column.
         width: Size of an embedding.
-        bottom: Hidden layers of the network that embeds the numbers.
-        top: Hidden layers of the network that sees the dot products.
+        bottom: Hidden units of the network that embeds the numbers.
+        top: Hidden units of the network on the dot products.
     """
 
     def __init__(
@@ -46,16 +45,16 @@ class DLRM(nn.Module):
         self.register_buffer("pairs", pairs[0] * (columns + 1) + pairs[1], persistent=False)
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """Numbers of shape (N, numbers) and categories of shape (N, columns) to logits of shape (N,)."""
-        of_numbers = self.bottom(numbers)
-        embedded = torch.cat([of_numbers.unsqueeze(1), self.embeddings(categories + self.first_rows)], dim=1)
+        """Return logits of shape (N,) for numbers of shape (N, numbers) and categories of shape (N, columns)."""
+        dense = self.bottom(numbers)
+        embedded = torch.cat([dense.unsqueeze(1), self.embeddings(categories + self.first_rows)], dim=1)
         products = (embedded @ embedded.mT).flatten(1).index_select(1, self.pairs)
-        logits: Tensor = self.top(torch.cat([of_numbers, products], dim=1))
+        logits: Tensor = self.top(torch.cat([dense, products], dim=1))
         return logits.squeeze(1)
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Linear layers with a ReLU behind each, started as DLRM's authors do."""
+    """Return linear layers, each followed by a ReLU, initialized as by DLRM's authors."""
     layers: list[nn.Module] = []
     for width_in, width in pairwise(widths):
         linear = nn.Linear(width_in, width)

@@ -1,4 +1,4 @@
-"""A GPT: a pre-norm, causal Transformer with tied embeddings."""
+"""A GPT: a pre-norm, causal Transformer whose output layer is its embedding."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 
 class Layer(nn.Module):
-    """Causal self-attention and a feed-forward network, each behind a layer norm and a shortcut."""
+    """Causal self-attention and a feed-forward network, each with layer norm before it and a residual connection."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
@@ -19,15 +19,16 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations of shape (N, T, width) in and out."""
+        """Map activations of shape (N, T, width) to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        down: Tensor = self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-        return x + down
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)))
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+        return out
 
 
 class GPT(nn.Module):
@@ -36,18 +37,26 @@ class GPT(nn.Module):
     Args:
         layers: Number of layers.
         width: Size of an embedding.
-        heads: Attention heads a layer.
+        heads: Attention heads per layer.
         vocabulary: Number of tokens.
         context: Longest sequence.
+        dropout: Share of activations dropped after the embeddings and after each part of a layer.
     """
 
     def __init__(
-        self, layers: int = 6, width: int = 512, heads: int = 8, vocabulary: int = 8192, context: int = 256
+        self,
+        layers: int = 6,
+        width: int = 512,
+        heads: int = 8,
+        vocabulary: int = 8192,
+        context: int = 256,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
@@ -57,8 +66,9 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers of shape (N, T) to logits of shape (N, T, vocabulary)."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        """Map tokens of shape (N, T) to logits of shape (N, T, vocabulary)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(places))
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(self.norm(x))

@@ -21,7 +21,7 @@ class LSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers of shape (N, T) to logits of shape (N, T, vocabulary)."""
+        """Map tokens of shape (N, T) to logits of shape (N, T, vocabulary)."""
         states, _ = self.recurrent(self.tokens(tokens))
         logits: Tensor = self.head(states)
         return logits

@@ -1,20 +1,25 @@
-"""ResNet20 and ResNet32 for images of 32 x 32, as He et al. (2016) made them for CIFAR-10.
-
-Weights begin as in AdaHessian's own experiments: convolutions by their outputs, the last layer as torch has it. With a
-larger last layer the first logits are far apart, some classes all but certain and the curvature next to nothing, and
-AdaHessian's first step, which divides by it, throws the loss far up.
-"""
+"""ResNets of He et al. (2016): ResNet20 and its kin for images of 32 x 32, and ResNet18 for ImageNet."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from adahessian.lab.errors import ConfigError
+
+Shortcut: TypeAlias = Literal["pad", "project"]
+
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, which pads with zero channels where the width grows (option A)."""
+    """Two convolutions and a shortcut. A block that widens also halves height and width.
 
-    def __init__(self, width_in: int, width: int) -> None:
+    The shortcut of such a block pads with zero channels (option A) or is a 1x1 convolution (option B).
+    """
+
+    def __init__(self, width_in: int, width: int, shortcut: Shortcut) -> None:
         super().__init__()
         stride = 1 if width_in == width else 2
         self.conv1 = nn.Conv2d(width_in, width, 3, stride=stride, padding=1, bias=False)
@@ -22,47 +27,83 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
         self.new_channels = width - width_in
+        self.projection = nn.Sequential()
+        if self.new_channels and shortcut == "project":
+            self.projection.append(nn.Conv2d(width_in, width, 1, stride=stride, bias=False))
+            self.projection.append(nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images in, images out."""
-        shortcut = x
-        if self.new_channels:
+        """Map images to images."""
+        if self.new_channels and not self.projection:
             before = self.new_channels // 2
             shortcut = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, before, self.new_channels - before))
+        else:
+            shortcut = self.projection(x)
         out = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(out)) + shortcut)
 
 
-class ResNet(nn.Module):
-    """Three stages of 16, 32 and 64 channels.
+class _Stages(nn.Module):
+    """A first convolution, stages of blocks, the mean over all pixels and a linear layer."""
 
-    Args:
-        depth: Number of layers, 6 n + 2: 20, 32, 44, ...
-        classes: Number of classes.
-        width: Channels of the first stage.
-    """
-
-    def __init__(self, depth: int = 20, classes: int = 10, width: int = 16) -> None:
+    def __init__(
+        self, conv: nn.Conv2d, pool: nn.Module, widths: Sequence[int], *, blocks: int, shortcut: Shortcut, classes: int
+    ) -> None:
         super().__init__()
-        if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"Invalid depth: {depth}. It must be 6 n + 2, such as 20 or 32.")
-        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        blocks: list[nn.Module] = []
-        width_in = width
-        for stage in (width, 2 * width, 4 * width):
-            for _ in range((depth - 2) // 6):
-                blocks.append(Block(width_in, stage))
-                width_in = stage
-        self.blocks = nn.Sequential(*blocks)
+        self.conv, self.pool = conv, pool
+        self.norm = nn.BatchNorm2d(widths[0])
+        self.blocks = nn.Sequential()
+        width_in = widths[0]
+        for width in widths:
+            for _ in range(blocks):
+                self.blocks.append(Block(width_in, width, shortcut))
+                width_in = width
         self.head = nn.Linear(width_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images of shape (N, 3, H, W) to logits of shape (N, classes)."""
-        x = F.relu(self.norm(self.conv(x)))
-        x = self.blocks(x)
-        logits: Tensor = self.head(x.mean((2, 3)))
+        """Map images of shape (N, 3, H, W) to logits of shape (N, classes)."""
+        x = self.pool(F.relu(self.norm(self.conv(x))))
+        logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return logits
+
+
+class ResNet(_Stages):
+    """ResNet for CIFAR-10, with three stages of 16, 32 and 64 channels. Shortcuts pad with zeros.
+
+    Weights start as in the experiments of AdaHessian's authors: convolutions by their outputs, and the last layer with
+    torch's default. A larger last layer makes some classes all but certain, so the curvature is close to 0. The first
+    step of AdaHessian, which divides by the curvature, then increases the loss by far.
+
+    Args:
+        depth: Number of layers: 6 n + 2.
+        classes: Number of classes.
+        width: Channels of the first stage.
+    """
+
+    def __init__(self, depth: int = 20, classes: int = 10, width: int = 16) -> None:
+        if depth < 8 or (depth - 2) % 6:
+            raise ConfigError(f"--depth {depth} is invalid. Pass 6 n + 2, such as 20 or 32.")
+        conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        widths = (width, 2 * width, 4 * width)
+        super().__init__(conv, nn.Identity(), widths, blocks=(depth - 2) // 6, shortcut="pad", classes=classes)
+
+
+class ResNet18(_Stages):
+    """ResNet18, with four stages of two blocks: 64, 128, 256 and 512 channels. Shortcuts project.
+
+    Args:
+        classes: Number of classes.
+        small_images: For images of 64 x 64 or less, start with a convolution of 3x3 without stride or pooling. Larger
+            images start with a convolution of 7x7 and pooling, which reduce 224 x 224 to 56 x 56.
+        width: Channels of the first stage.
+    """
+
+    def __init__(self, classes: int = 1000, *, small_images: bool = False, width: int = 64) -> None:
+        conv, pool = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.Identity()
+        if not small_images:
+            conv, pool = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.MaxPool2d(3, stride=2, padding=1)
+        widths = (width, 2 * width, 4 * width, 8 * width)
+        super().__init__(conv, pool, widths, blocks=2, shortcut="project", classes=classes)

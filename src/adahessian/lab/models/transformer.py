@@ -1,4 +1,4 @@
-"""A pre-norm Transformer that translates, all of its embeddings shared."""
+"""A pre-norm Transformer for translation, with one matrix for all embeddings."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Attention(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def split(self, x: Tensor) -> Tensor:
-        """Activations of shape (N, T, width) by heads: (N, heads, T, width / heads)."""
+        """Split activations of shape (N, T, width) into heads: (N, heads, T, width / heads)."""
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
     def keys_values(self, x: Tensor) -> KeysValues:
-        """What there is to attend to."""
+        """Return keys and values by heads."""
         return self.split(self.key(x)), self.split(self.value(x))
 
     def forward(self, x: Tensor, keys_values: KeysValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Activations of shape (N, T, width) in and out; the mask is true where there is something to attend to."""
+        """Map activations of shape (N, T, width) to the same shape. The mask is True at places to attend to."""
         dropout = self.dropout if self.training else 0.0
         attended = F.scaled_dot_product_attention(
             self.split(self.query(x)), *keys_values, attn_mask=mask, dropout_p=dropout, is_causal=causal
@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    """Two layers with a ReLU between them, applied to each place."""
+    """Two layers with a ReLU between them."""
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
         up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
@@ -62,7 +62,7 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network, each behind a layer norm and beside a shortcut."""
+    """Self-attention and a feed-forward network, each with layer norm before it and a residual connection."""
 
     def __init__(
         self, width: int, feed_forward: int, heads: int, dropout: float, attention_dropout: float, inner_dropout: float
@@ -75,7 +75,7 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Activations of shape (N, S, width) in and out."""
+        """Map activations of shape (N, S, width) to the same shape."""
         normed = self.norm1(x)
         x = x + self.dropout(self.attention(normed, self.attention.keys_values(normed), mask))
         out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
@@ -97,14 +97,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(width, feed_forward, inner_dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def source_keys_values(self, encoded: Tensor) -> KeysValues:
-        """What the layer attends to in the source."""
-        return self.source_attention.keys_values(encoded)
-
     def forward(
         self, x: Tensor, source: KeysValues, mask: Tensor, past: KeysValues | None = None
     ) -> tuple[Tensor, KeysValues]:
-        """All places at once or, after a past, the next one. Also gives the keys and values of all places so far."""
+        """Process all places at once or, given a past, the next one. Also return all keys and values so far."""
         normed = self.norm1(x)
         keys_values = self.attention.keys_values(normed)
         if past is not None:
@@ -115,17 +111,17 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder that reads a sentence and a causal decoder that says its translation.
+    """An encoder that reads a sentence and a causal decoder that generates its translation.
 
     Args:
         vocabulary: Number of tokens, of both languages together.
-        layers: Layers of the encoder, and as many of the decoder.
+        layers: Layers of the encoder, and of the decoder.
         width: Size of an embedding.
         feed_forward: Hidden units of a feed-forward network.
-        heads: Attention heads a layer.
-        dropout: Share of the activations dropped behind the embeddings and behind each part of a layer.
-        attention_dropout: Share of the attention weights dropped.
-        activation_dropout: Share of the feed-forward networks' hidden units dropped.
+        heads: Attention heads per layer.
+        dropout: Share of activations dropped after the embeddings and after each part of a layer.
+        attention_dropout: Share of attention weights dropped.
+        activation_dropout: Share of hidden units of feed-forward networks dropped.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if width % (2 * heads):
-            raise ValueError(f"Invalid width: {width}. It must be a multiple of twice the heads, of {2 * heads}.")
+            raise ValueError(f"width={width} is invalid. Pass a multiple of {2 * heads}, twice the number of heads.")
         sizes = (width, feed_forward, heads, dropout, attention_dropout, activation_dropout)
         self.tokens = nn.Embedding(vocabulary, width)
         self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(layers))
@@ -150,30 +146,30 @@ class Transformer(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        # Scaled by the root of the width on the way in, and right as they are on the way out.
+        # Embeddings are scaled by the root of the width, the output layer is not.
         nn.init.normal_(self.tokens.weight, std=width**-0.5)
 
     def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """Token numbers of shape (N, T), of the places from ``first`` on, to activations of shape (N, T, width)."""
+        """Embed tokens of shape (N, T), the first of which has the position ``first``."""
         scaled = self.tokens(tokens) * math.sqrt(self.tokens.embedding_dim)
         embedded: Tensor = self.dropout(scaled + sinusoids(first, tokens.shape[1], scaled))
         return embedded
 
     def encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
-        """For each layer of the decoder what it attends to, and the mask of what is no padding."""
+        """Return keys and values of the source for each layer of the decoder, and the mask of its tokens."""
         mask = (source != PADDING)[:, None, None, :]
         x = self.embed(source)
         for layer in self.encoder:
             x = layer(x, mask)
         x = self.encoder_norm(x)
-        return [cast(DecoderLayer, layer).source_keys_values(x) for layer in self.decoder], mask
+        return [cast(DecoderLayer, layer).source_attention.keys_values(x) for layer in self.decoder], mask
 
     def logits(self, x: Tensor) -> Tensor:
-        """The decoder's last activations to logits."""
+        """Map the last activations of the decoder to logits."""
         return F.linear(self.decoder_norm(x), self.tokens.weight)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Token numbers of shapes (N, S) and (N, T), padded at the end, to logits of shape (N, T, vocabulary)."""
+        """Map tokens of shapes (N, S) and (N, T), padded at the end, to logits of shape (N, T, vocabulary)."""
         encoded, mask = self.encode(source)
         x = self.embed(target)
         for layer, keys_values in zip(self.decoder, encoded, strict=True):
@@ -182,12 +178,7 @@ class Transformer(nn.Module):
 
 
 class Decoding:
-    """A decoder in the middle of its translations, with the keys and values of all that it has said.
-
-    Args:
-        model: In eval mode.
-        source: Sentences to translate, of shape (N, S).
-    """
+    """The decoder of a model in eval mode, with the keys and values of what it has generated."""
 
     def __init__(self, model: Transformer, source: Tensor) -> None:
         self.model = model
@@ -196,19 +187,19 @@ class Decoding:
         self.length = 0
 
     def repeat(self, times: int) -> None:
-        """Continue with each sentence this many times, one after the other. Only before the first step."""
+        """Repeat each row this many times, next to each other. Only before the first step."""
         self.encoded = [
             (keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)) for keys, values in self.encoded
         ]
         self.mask = self.mask.repeat_interleave(times, 0)
 
     def reorder(self, rows: Tensor) -> None:
-        """Continue each row with the past of another row, a translation of the same sentence."""
+        """Continue each row with the past of another row, which translates the same sentence."""
         if self.past is not None:
             self.past = [(keys[rows], values[rows]) for keys, values in self.past]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The last token of each row to the logits of the next one, of shape (N, vocabulary)."""
+        """Map the last token of each row to the logits of the next token, of shape (N, vocabulary)."""
         x = self.model.embed(tokens.unsqueeze(1), self.length)
         past: list[KeysValues] = []
         for number, layer in enumerate(self.model.decoder):
@@ -221,7 +212,7 @@ class Decoding:
 
 
 def sinusoids(first: int, length: int, like: Tensor) -> Tensor:
-    """Sines and cosines of the places ``first``, ``first + 1``, ..., of shape (length, width)."""
+    """Return sines and cosines of the positions ``first``, ``first + 1``, ..., of shape (length, width)."""
     half = like.shape[-1] // 2
     rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000) / max(1, half - 1)))
     angles = torch.arange(first, first + length, device=like.device).unsqueeze(1) * rates

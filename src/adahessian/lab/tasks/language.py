@@ -1,269 +1,188 @@
-"""Language modelling: the tensorized transformer on Penn Treebank and WikiText, and an ordinary one beside it."""
+"""Language modelling: the paper's Transformers on Penn Treebank and WikiText, and GPTs on text files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from adahessian.lab.data.word_text import PTB, WIKITEXT2, WIKITEXT103, TextSource, WordText, read_word_text
+from adahessian.lab.configs.language import GPTConfig, WordConfig
+from adahessian.lab.data.plain_text import PlainText, read_bytes, read_subwords
+from adahessian.lab.data.word_text import SOURCES, WordText, read_word_text
+from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
-from adahessian.lab.models.tensorized import MultiLinearAttention
-from adahessian.lab.models.word_transformer import FullSoftmax, SoftmaxAttention, WordTransformer
-from adahessian.lab.randomness import generator_for
-from adahessian.lab.settings import OptimizerName, Settings
-from adahessian.lab.tasks.task import Experiment, Metric, PaperNumber, Place, Task
+from adahessian.lab.models.gpt import GPT
+from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
+from adahessian.lab.tasks.task import Env, Task
+from adahessian.lab.training.random_streams import random_stream
 
-Attention = Literal["tensorized", "ordinary"]
 Segments = tuple[Tensor, Tensor]
 
-_CLUSTERS_BEGIN = (20_000, 40_000, 200_000)
+# First words of the rarer clusters of an adaptive softmax.
+CUTOFFS = (20_000, 40_000, 200_000)
+
+# Most tokens in an evaluation of a GPT.
+EVALUATED_TOKENS = 100_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageSettings(Settings):
-    """Settings of language modelling."""
+def load(config: WordConfig | GPTConfig, env: Env) -> SegmentTask:
+    """Read the text. Subwords are learned from it, or loaded from the cache.
 
-    layers: int = 3
-    """Layers of the network."""
-
-    width: int = 256
-    """Size of a word's embedding."""
-
-    head_width: int = 40
-    """Size of an attention head. The tensorized transformer has one, and this is the rank of its core; the ordinary
-    one has as many as fit into the width."""
-
-    feed_forward: int = 2100
-    """Hidden size of the feed-forward networks."""
-
-    segment: int = 32
-    """Words a segment. Nothing is remembered from one segment to the next."""
-
-    dropout: float = 0.3
-    """Share of activations set to 0 in training."""
-
-    label_smoothing: float = 0.1
-    """Share of the target's probability that is spread over all words, in training."""
-
-    softmax: Literal["full", "adaptive"] = "full"
-    """Over all words, with the embeddings as its weights, or in clusters of rarer words with narrower weights."""
+    Raises:
+        ConfigError: If a batch is longer than the training text.
+        DataError: If a file is missing or damaged.
+    """
+    return WordTask(config, env) if isinstance(config, WordConfig) else GPTTask(config, env)
 
 
-class LanguageTask(Task[Segments]):
-    """Predict each word from those before it in its segment. A batch is (words, words that follow).
+class SegmentTask(Task[Segments]):
+    """Prediction of each token from the tokens before it in its segment. A batch is (tokens, tokens that follow).
 
     Each epoch cuts the training text anew, from an offset below the length of a segment, and shuffles the segments.
-
-    Args:
-        settings: How large the network is, and the batches.
-        place: Where to run.
-        text: The words.
-        attention: Which of the two Transformers.
     """
 
-    final_weights = "best"
-
-    def __init__(self, settings: LanguageSettings, place: Place, *, text: WordText, attention: Attention) -> None:
-        self.settings = settings
-        self.place = place
-        self.attention = attention
-        self.vocabulary = len(text.words)
-        self.train = text.train.to(place.device)
-        self.valid = text.valid.to(place.device)
-        self.held_out = text.test.to(place.device)
-        self.steps_per_epoch = (len(self.train) - settings.segment) // (settings.segment * settings.batch_size)
+    def __init__(self, env: Env, texts: WordText | PlainText, *, length: int, batch_size: int) -> None:
+        self.env, self.length, self.batch_size = env, length, batch_size
+        self.train, self.valid, self.test = (text.to(env.device) for text in (texts.train, texts.valid, texts.test))
+        self.steps_per_epoch = (len(self.train) - length) // (length * batch_size)
         if self.steps_per_epoch < 1:
-            raise ValueError(
-                f"Invalid batch_size: {settings.batch_size}. The training text of {len(self.train)} words is shorter "
-                f"than one batch of segments of {settings.segment}."
+            raise ConfigError(
+                f"--batch-size {batch_size} is too large for segments of {length} from the training text of "
+                f"{len(self.train)} tokens. Reduce it."
             )
 
-    def make_model(self) -> nn.Module:
-        """The network, with tied embeddings where the softmax is full."""
-        settings = self.settings
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Segments]:
+        """Yield segments of the training text."""
+        length, size = self.length, self.batch_size
+        generator = random_stream("segments", self.env.seed, epoch)
+        offset = int(torch.randint(length, (), generator=generator))
+        order = torch.randperm(self.steps_per_epoch * size, generator=generator).to(self.env.device)
+        end = offset + len(order) * length
+        tokens, following = self.train[offset:end].view(-1, length), self.train[offset + 1 : end + 1].view(-1, length)
+        for number in range(skip, self.steps_per_epoch):
+            mine = self.env.my_share(order[number * size : (number + 1) * size])
+            yield tokens[mine].long(), following[mine].long()
+
+    def evaluated_loss(self, model: nn.Module, text: Tensor, every: int = 1) -> Tensor:
+        """Return the mean loss of a text's tokens, in nats, or of the tokens of one segment in ``every``."""
+        last = len(text) - 1
+        total = torch.zeros((), dtype=torch.float64, device=text.device)
+        count = torch.zeros((), dtype=torch.int64, device=text.device)
+        for starts in torch.arange(0, last, self.length * every, device=text.device).split(self.batch_size):
+            places = starts[:, None] + torch.arange(self.length, device=text.device)
+            inside = places < last
+            places = places.clamp(max=last - 1)
+            losses = self.token_losses(model, text[places].long(), text[places + 1].long())
+            total += losses.double().where(inside, 0.0).sum()
+            count += inside.sum()
+        return total / count
+
+    @abstractmethod
+    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+        """Return the loss of each token in nats, of shape (N, length)."""
+
+
+class WordTask(SegmentTask):
+    """Words, with a Transformer of the paper."""
+
+    def __init__(self, config: WordConfig, env: Env) -> None:
+        self.config = config
+        text = read_word_text(SOURCES[config.text], env.data_dir)
+        super().__init__(env, text, length=config.segment, batch_size=config.batch_size)
+        self.vocabulary = len(text.words)
+
+    def build_model(self) -> nn.Module:
+        """Return a new network. Embeddings are tied to a full softmax."""
+        config = self.config
         softmax: nn.Module
-        if settings.softmax == "full":
-            softmax = FullSoftmax(settings.width, self.vocabulary)
+        if config.softmax == "full":
+            softmax = FullSoftmax(config.width, self.vocabulary)
         else:
-            cutoffs = [cutoff for cutoff in _CLUSTERS_BEGIN if cutoff < self.vocabulary]
+            cutoffs = [cutoff for cutoff in CUTOFFS if cutoff < self.vocabulary]
             if not cutoffs:
-                raise ValueError(f"Invalid softmax: adaptive. {self.vocabulary} words are too few for it: take full.")
-            softmax = AdaptiveSoftmax(settings.width, self.vocabulary, cutoffs)
+                raise ConfigError(f"--softmax adaptive needs more than {self.vocabulary} words. Pass --softmax full.")
+            softmax = AdaptiveSoftmax(config.width, self.vocabulary, cutoffs)
         model = WordTransformer(
-            layers=settings.layers,
-            width=settings.width,
-            feed_forward=settings.feed_forward,
+            layers=config.layers,
+            width=config.width,
+            feed_forward=config.feed_forward,
             vocabulary=self.vocabulary,
-            dropout=settings.dropout,
+            dropout=config.dropout,
             make_attention=self._make_attention,
             softmax=softmax,
         )
-        return model.to(self.place.device)
+        return model.to(self.env.device)
 
     def _make_attention(self) -> nn.Module:
-        settings = self.settings
-        if self.attention == "tensorized":
-            return MultiLinearAttention(settings.segment, settings.width, settings.head_width)
-        heads = max(1, settings.width // settings.head_width)
-        return SoftmaxAttention(settings.segment, settings.width, settings.head_width, heads)
-
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Segments]:
-        """Segments of the training text in an order of their own for every epoch."""
-        length, size = self.settings.segment, self.settings.batch_size
-        generator = generator_for("segments", self.place.seed, epoch)
-        offset = int(torch.randint(length, (), generator=generator))
-        order = torch.randperm(self.steps_per_epoch * size, generator=generator).to(self.place.device)
-        end = offset + len(order) * length
-        words, following = self.train[offset:end].view(-1, length), self.train[offset + 1 : end + 1].view(-1, length)
-        for number in range(start, self.steps_per_epoch):
-            mine = self.place.share.of(order[number * size : (number + 1) * size])
-            yield words[mine].long(), following[mine].long()
+        config = self.config
+        if config.attention == "tensorized":
+            return MultiLinearAttention(config.segment, config.width, config.head_width)
+        heads = max(1, config.width // config.head_width)
+        return SoftmaxAttention(config.segment, config.width, config.head_width, heads)
 
     def loss(self, model: nn.Module, batch: Segments) -> Tensor:
-        """The cross entropy with smoothed labels, a mean over words."""
+        """Return the cross entropy with smoothed labels, the mean over words."""
         log_prob, over_words = model(*batch)
-        smoothing = self.settings.label_smoothing
+        smoothing = self.config.label_smoothing
         loss: Tensor = -((1 - smoothing) * log_prob + smoothing * over_words).mean()
         return loss
 
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Perplexities of the validation text, and of every tenth segment of the training text."""
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
+        """Return perplexities. Of the training text, only the final test reads more than every tenth segment."""
+        texts = {"valid": (self.valid, 1), "train": (self.train, 1 if final else 10)}
+        if final:
+            texts["test"] = self.test, 1
         return {
-            "valid_perplexity": self._perplexity(model, self.valid),
-            "train_perplexity": self._perplexity(model, self.train, every=10),
+            f"{part}_perplexity": self.evaluated_loss(model, text, every).exp().item()
+            for part, (text, every) in texts.items()
         }
 
-    def test(self, model: nn.Module) -> dict[str, float]:
-        """Perplexities of the whole texts."""
-        return {
-            "test_perplexity": self._perplexity(model, self.held_out),
-            "valid_perplexity": self._perplexity(model, self.valid),
-            "train_perplexity": self._perplexity(model, self.train),
-        }
-
-    def _perplexity(self, model: nn.Module, text: Tensor, every: int = 1) -> float:
-        """Of a text in segments, or of every so-manyth of them. Each word but the first is predicted once."""
-        length, size = self.settings.segment, self.settings.batch_size
-        last = len(text) - 1
-        starts = torch.arange(0, last, length * every, device=text.device)
-        total = torch.zeros((), dtype=torch.float64, device=text.device)
-        count = torch.zeros((), dtype=torch.int64, device=text.device)
-        for first in range(0, len(starts), size):
-            places = starts[first : first + size, None] + torch.arange(length, device=text.device)
-            inside = places < last
-            places = places.clamp(max=last - 1)
-            log_prob, _ = model(text[places].long(), text[places + 1].long())
-            total += log_prob.double().where(inside, 0.0).sum()
-            count += inside.sum()
-        return (-total / count).exp().item()
+    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+        """Return the loss of each word."""
+        log_prob: Tensor = model(tokens, following)[0]
+        return -log_prob
 
 
-def _load(settings: LanguageSettings, place: Place, *, source: TextSource, attention: Attention) -> LanguageTask:
-    return LanguageTask(settings, place, text=read_word_text(source, place.data_dir), attention=attention)
+class GPTTask(SegmentTask):
+    """Bytes or subwords, with a GPT."""
 
+    def __init__(self, config: GPTConfig, env: Env) -> None:
+        self.config = config
+        is_bytes = config.tokens == "bytes"
+        text = read_bytes(env.data_dir) if is_bytes else read_subwords(env.data_dir, config.vocabulary)
+        super().__init__(env, text, length=config.context, batch_size=config.batch_size)
 
-_CURVE = Metric(name="valid_perplexity", title="validation perplexity", higher_is_better=False)
-_OTHERS = (_CURVE, Metric(name="train_perplexity", title="training perplexity", higher_is_better=False))
-_METRIC = Metric(name="test_perplexity", title="test perplexity", higher_is_better=False)
+    def build_model(self) -> GPT:
+        """Return a new GPT."""
+        config = self.config
+        sizes = config.layers, config.width, config.heads, config.vocabulary, config.context
+        return GPT(*sizes, dropout=config.dropout).to(self.env.device)
 
-_PTB_SETTINGS = LanguageSettings(epochs=30, batch_size=60, lr=2.5e-4, schedule="inverse-sqrt", lr_warmup_steps=4000)
-_WIKITEXT103_SETTINGS = replace(_PTB_SETTINGS, batch_size=120, layers=6, segment=80, softmax="adaptive")
+    def loss(self, model: nn.Module, batch: Segments) -> Tensor:
+        """Return the cross entropy, the mean over tokens."""
+        tokens, following = batch
+        return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
 
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
+        """Return losses (nats per token), perplexities and, for bytes, bits per character.
 
-def _defaults(common: LanguageSettings, *, adahessian_lr: float) -> Mapping[OptimizerName, LanguageSettings]:
-    return {
-        "adahessian": replace(common, lr=adahessian_lr, eps=1e-4, block_size=4, hessian_power=0.5),
-        "adamw": common,
-        "adam": common,
-        "sgd": replace(common, lr=0.5, momentum=0.9, clip_norm=0.25),
-        "adagrad": replace(common, lr=0.01),
-        "rmsprop": replace(common, betas=(0.9, 0.99)),
-    }
+        At most :data:`EVALUATED_TOKENS` are read, in segments spread evenly over the text.
+        """
+        metrics = {}
+        for part, text in [("valid", self.valid), ("test", self.test)][: 2 if final else 1]:
+            loss = self.evaluated_loss(model, text, math.ceil(len(text) / EVALUATED_TOKENS))
+            metrics |= {f"{part}_loss": loss.item(), f"{part}_perplexity": loss.exp().item()}
+            if self.config.tokens == "bytes":
+                # All bytes of a UTF-8 character but the first begin with the bits 10.
+                per_byte = ((text & 0xC0) != 0x80).double().mean()
+                metrics[f"{part}_bits_per_character"] = (loss / math.log(2) / per_byte).item()
+        return metrics
 
-
-_NOTES = (
-    "The training perplexity is that of the tested weights on the training text. The training loss has dropout and "
-    "label smoothing in it.",
-    "The paper gives 4000 warm-up steps and not what follows: here the inverse square root, for every optimizer.",
-    "The paper gives no learning rate for SGD, nor any setting of Adam, Adagrad and RMSprop: theirs are ours. SGD's, "
-    "with gradients clipped, was the best of 0.5, 2 and 5 in 400 steps of a small version; no other was searched.",
-)
-_TENSORIZED_NOTES = (
-    *_NOTES,
-    "The tensorized transformer's own code never applies its mask, so that a word sees those it is to predict. This "
-    "one is causal: compare its optimizers with each other rather than with the paper's perplexities.",
-    "AdamW's 2.5e-4 is from the tensorized transformer's scripts.",
-    "No memory is carried over segments, neither in training nor in evaluation.",
-)
-_TIED_NOTE = "Embeddings are tied to the softmax, the default of the code that the tensorized transformer is built on."
-
-EXPERIMENTS: tuple[Experiment[LanguageSettings], ...] = (
-    Experiment(
-        name="ptb-tensorized",
-        title="tensorized transformer on Penn Treebank",
-        data="ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb.",
-        curve=_CURVE,
-        metric=_METRIC,
-        others=_OTHERS,
-        defaults=_defaults(_PTB_SETTINGS, adahessian_lr=2.0),
-        notes=(*_TENSORIZED_NOTES, _TIED_NOTE),
-        paper={
-            "sgd": PaperNumber(mean=59.9, deviation=3.0),
-            "adamw": PaperNumber(mean=54.2, deviation=1.6),
-            "adahessian": PaperNumber(mean=51.5, deviation=1.2),
-        },
-        load=partial(_load, source=PTB, attention="tensorized"),
-    ),
-    Experiment(
-        name="wikitext103-tensorized",
-        title="tensorized transformer on WikiText-103",
-        data="wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-103.",
-        curve=_CURVE,
-        metric=_METRIC,
-        others=_OTHERS,
-        defaults=_defaults(_WIKITEXT103_SETTINGS, adahessian_lr=1.0),
-        notes=(
-            *_TENSORIZED_NOTES,
-            "The softmax is adaptive with clusters from 20,000, 40,000 and 200,000 on, each a quarter as wide as the "
-            "one before. Embeddings are not tied to it.",
-            "Every cluster is computed for every word: a batch has 10 GB of logits. On small GPUs take fewer segments.",
-        ),
-        paper={
-            "sgd": PaperNumber(mean=78.5),
-            "adamw": PaperNumber(mean=20.9),
-            "adahessian": PaperNumber(mean=19.9),
-        },
-        load=partial(_load, source=WIKITEXT103, attention="tensorized"),
-    ),
-    Experiment(
-        name="wikitext2-tensorized",
-        title="tensorized transformer on WikiText-2",
-        data="wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-2.",
-        curve=_CURVE,
-        metric=_METRIC,
-        others=_OTHERS,
-        defaults=_defaults(_PTB_SETTINGS, adahessian_lr=2.0),
-        notes=(*_TENSORIZED_NOTES, _TIED_NOTE, "Not in the paper: the settings are those of Penn Treebank."),
-        load=partial(_load, source=WIKITEXT2, attention="tensorized"),
-    ),
-    Experiment(
-        name="ptb-transformer",
-        title="ordinary Transformer on Penn Treebank",
-        data="ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb.",
-        curve=_CURVE,
-        metric=_METRIC,
-        others=_OTHERS,
-        defaults=_defaults(replace(_PTB_SETTINGS, head_width=64), adahessian_lr=2.0),
-        notes=(
-            *_NOTES,
-            _TIED_NOTE,
-            "Not in the paper: the network of ptb-tensorized with ordinary attention of 4 heads, all else alike.",
-        ),
-        load=partial(_load, source=PTB, attention="ordinary"),
-    ),
-)
+    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+        """Return the loss of each token."""
+        losses = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten(), reduction="none")
+        return losses.view_as(following)

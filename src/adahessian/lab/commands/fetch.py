@@ -1,0 +1,43 @@
+"""`adahessian fetch`: the data of a task, from its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from adahessian.lab.configs import find_preset
+from adahessian.lab.data.sources import downloads_of, instructions_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """Download the data of a task from its owner, or say how to get it. Existing files are kept."""
+
+    task: tyro.conf.Positional[str]
+    """Name of the task."""
+
+    data_dir: Path = Path("data")
+    """Folder for the data."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Download the data of a task.
+
+    Raises:
+        ConfigError: If the task does not exist.
+        DataError: If a file cannot be downloaded, or is not the published one.
+    """
+    options = tyro.cli(Fetch, args=argv, prog="adahessian fetch")
+    preset = find_preset(options.task)
+    if preset.needs_no_data:
+        print(f"{preset.name} needs no data.")
+    for published in downloads_of(preset.name):
+        from adahessian.lab.data.download import download
+
+        is_new = download(published, options.data_dir)
+        print(f"{published.url}: {'downloaded' if is_new else 'exists already'}", flush=True)
+    if instructions := instructions_of(preset.name):
+        print(instructions)

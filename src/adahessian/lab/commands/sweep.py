@@ -1,0 +1,194 @@
+"""`adahessian sweep`: tune optimizers with the same number of trials each, or vary one option."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from statistics import fmean, stdev
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from adahessian.lab.commands.train import execute, parse_runs, train_line
+from adahessian.lab.configs import find_preset
+from adahessian.lab.configs.checks import at_least, positive
+from adahessian.lab.configs.run import Metric, Run, RunConfig, Session, label
+from adahessian.lab.errors import ConfigError
+from adahessian.lab.results.run_file import RunFiles, RunResult
+from adahessian.lab.training.atomic_files import write_json
+from adahessian.lab.training.progress import shown
+
+PROG = "adahessian sweep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Tune optimizers with the same number of trials each, on validation data. Finished runs are skipped.
+
+    All options of `adahessian train TASK OPTIMIZER` apply to every run. A task without validation data holds out
+    training examples: see --holdout of `adahessian train`.
+    """
+
+    trials: int = 5
+    """Trials per optimizer. The first one has the given settings."""
+
+    final_seeds: tuple[int, ...] = ()
+    """Then train the selected settings on all training data, with these seeds."""
+
+    final_budgets: tuple[float, ...] = (1.0,)
+    """Lengths of these runs, as multiples of the trials' length."""
+
+    lr_factors: tuple[float, ...] = ()
+    """Instead of trials: multiples of the learning rate, such as 0.5 1 2."""
+
+    vary: tuple[str, ...] = ()
+    """Instead of trials: an option and its values, such as block-size 64 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One setting of an optimizer, with one run per seed."""
+
+    runs: list[Run]
+    results: list[RunResult] = field(default_factory=list)
+
+    def scores(self, metric: Metric, *, final: bool) -> list[float]:
+        """Return the metric of each run's final weights or last evaluation, NaN for runs that diverged."""
+        return [
+            math.nan if each.status == "diverged" else each.final[metric.name] if final else each.curve[metric.name][-1]
+            for each in self.results
+        ]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run all trials, and print a table and the selected settings."""
+    names = [*takewhile(lambda word: not word.startswith("-"), argv)]
+    arguments: Any = argv[len(names) :]
+    sweep, options = tyro.cli(Sweep, args=arguments, prog=f"{PROG} TASK OPTIMIZER ...", return_unknown_args=True)
+    _check(sweep, names)
+    commands = [[names[0], optimizer, *options] for optimizer in dict.fromkeys(names[1:])]
+    parsed = [parse_runs(command, PROG) for command in commands]
+    for run in (runs[0] for runs, _ in parsed):
+        if run != _with(run, run.config):
+            raise ConfigError(f"--name {run.label} would name all trials alike. Leave it out.")
+    session = replace(parsed[0][1], resume=not parsed[0][1].overwrite)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not (sweep.vary or sweep.lr_factors):
+        _tune([[*_trials(runs, sweep.trials)] for runs, _ in parsed], sweep, session, console)
+        return
+    trials = []
+    for command, (runs, _) in zip(commands, parsed, strict=True):
+        lrs = [f"{runs[0].config.optimizer.lr * factor:.6g}" for factor in sweep.lr_factors]
+        option, *values = sweep.vary or ["lr", *lrs]
+        trials += [Trial(runs=parse_runs([*command, f"--{option}", value], PROG)[0]) for value in values]
+    _execute(trials, session, console)
+    console.print(_table(trials, trials[0].runs[0].config.task.metric, final=True))
+
+
+def _check(sweep: Sweep, names: Sequence[str]) -> None:
+    if len(names) < 2:
+        raise ConfigError(f"A task and at least one optimizer are needed. Run: {PROG} TASK OPTIMIZER ...")
+    at_least(1, trials=sweep.trials)
+    for name in ("lr_factors", "final_budgets"):
+        for factor in getattr(sweep, name):
+            positive(**{name: factor})
+    if len(sweep.vary) == 1:
+        raise ConfigError(f"--vary {sweep.vary[0]} has no values. Pass an option and its values.")
+    if bool(sweep.vary) + bool(sweep.lr_factors) + bool(sweep.final_seeds) > 1:
+        raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
+
+
+def _with(run: Run, config: RunConfig) -> Run:
+    """Return a run of another config, named by it."""
+    preset = find_preset(run.task).config(run.optimizer)
+    return replace(run, config=config, label=label(run.optimizer, config, preset))
+
+
+def _scaled(config: RunConfig, budget: float) -> RunConfig:
+    """Return a config of another length. Epochs and steps are rounded."""
+
+    def scale(length: int) -> int:
+        return max(1, round(length * budget))
+
+    schedule = replace(config.schedule, decay_epochs=tuple(map(scale, config.schedule.decay_epochs)))
+    steps = config.steps and scale(config.steps)
+    return replace(config, epochs=scale(config.epochs), steps=steps, schedule=schedule)
+
+
+def _trials(runs: Sequence[Run], count: int) -> Iterator[Trial]:
+    """Yield the given settings, then quasi-random ones in the ranges that the optimizer's config says."""
+    from torch.quasirandom import SobolEngine
+
+    config = runs[0].config
+    task, optimizer = config.task, config.optimizer
+    if task.default_holdout and not task.holdout:
+        task = replace(task, holdout=task.default_holdout)
+    if task.validation_metric.name.startswith("test_"):
+        raise ConfigError(f"{runs[0].task} has no validation data to select settings on. Pass --holdout.")
+    factors = {name: factor for name, factor in optimizer.searched.items() if getattr(optimizer, name)}
+    points = SobolEngine(len(factors), scramble=True, seed=0).draw(count - 1).tolist()
+    settings = [
+        {
+            name: float(f"{getattr(optimizer, name) * factor ** (2 * coordinate - 1):.3g}")
+            for (name, factor), coordinate in zip(factors.items(), point, strict=True)
+        }
+        for point in points
+    ]
+    for setting in ({}, *settings):
+        changed = replace(config, task=task, optimizer=replace(optimizer, **setting))
+        yield Trial(runs=[_with(run, changed) for run in runs])
+
+
+def _tune(of_optimizers: Sequence[Sequence[Trial]], sweep: Sweep, session: Session, console: Console) -> None:
+    _execute([trial for trials in of_optimizers for trial in trials], session, console)
+    task = of_optimizers[0][0].runs[0].config.task
+    metric = task.validation_metric
+    console.print(_table([trial for trials in of_optimizers for trial in trials], metric, final=False))
+    selected = []
+    for trials in of_optimizers:
+        means = {fmean(trial.scores(metric, final=False)): trial for trial in reversed(trials)}
+        finite = [mean for mean in means if math.isfinite(mean)]
+        if not finite:
+            console.print(f"{trials[0].runs[0].optimizer}: every trial diverged.")
+            continue
+        best = max(finite) if metric.higher_is_better else min(finite)
+        run = means[best].runs[0]
+        own = find_preset(run.task).config(run.optimizer).task.holdout
+        if run.config.task.holdout != own:
+            run = _with(run, replace(run.config, task=replace(run.config.task, holdout=own)))
+        console.print(f"{run.optimizer}: {shown(metric, {metric.name: best})}, the best of {len(trials)} trials")
+        console.print(f"  {train_line(run)}")
+        for budget in sweep.final_budgets:
+            final = _with(run, _scaled(run.config, budget))
+            selected.append(Trial(runs=[replace(final, seed=seed) for seed in sweep.final_seeds]))
+    if sweep.final_seeds and selected:
+        _execute(selected, session, console, {"trials": sweep.trials, "selected_on": metric.name})
+        console.print(_table(selected, task.metric, final=True))
+
+
+def _execute(
+    trials: Iterable[Trial], session: Session, console: Console, selection: dict[str, Any] | None = None
+) -> None:
+    for trial in trials:
+        for run in trial.runs:
+            result = execute(run, session, console=console, selection=selection)
+            if selection is not None and result.selection != selection:  # it was finished before
+                result = replace(result, selection=selection)
+                files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
+                write_json(files.result, result.to_json())
+            trial.results.append(result)
+
+
+def _table(trials: Iterable[Trial], metric: Metric, *, final: bool) -> Table:
+    table = Table("run", metric.title, "seeds", "diverged")
+    for trial in trials:
+        scores = [score for score in trial.scores(metric, final=final) if math.isfinite(score)]
+        mean = f"{fmean(scores):.{metric.digits}f}" if scores else ""
+        spread = f" ± {stdev(scores):.{metric.digits}f}" if len(scores) > 1 else ""
+        diverged = len(trial.results) - len(scores)
+        table.add_row(trial.runs[0].label, mean + spread, f"{len(scores)}", f"{diverged or ''}")
+    return table

@@ -1,0 +1,54 @@
+"""`adahessian tasks`: what can be trained, and with which settings."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import Annotated
+
+import tyro
+
+from adahessian.lab.commands.train import typed
+from adahessian.lab.configs import PRESETS, Preset, find_preset
+from adahessian.lab.configs.run import options_of
+
+
+def main(argv: Sequence[str]) -> None:
+    """List all tasks, or describe one."""
+    name = tyro.cli(_parse, args=argv, prog="adahessian tasks")
+    if name is not None:
+        print("\n".join(_description(find_preset(name))))
+        return
+    width = max(map(len, PRESETS))
+    print("\n".join(f"{preset.name:<{width}}  {preset.title}" for preset in PRESETS.values()))
+    print("\n`adahessian tasks NAME` shows the settings of a task.")
+
+
+def _parse(task: Annotated[str | None, tyro.conf.Positional] = None) -> str | None:
+    """List tasks, or show the data, the notes and the settings of one."""
+    return task
+
+
+def _description(preset: Preset) -> Iterator[str]:
+    options = {optimizer: options_of(config) for optimizer, config in preset.make().items()}
+    first, *others = options.values()
+    common = {name: value for name, value in first.items() if all(each.get(name) == value for each in others)}
+    width = max(map(len, options))
+    yield f"{preset.name}: {preset.title}\n\nData: {preset.data}\n\n{preset.notes}\n"
+    yield f"All optimizers: {' '.join(typed(common))}\n"
+    for optimizer, values in options.items():
+        own = {name: value for name, value in values.items() if name not in common}
+        yield f"{optimizer:<{width}}  {' '.join(typed(own))}"
+    if numbers := [*_paper_numbers(preset.name)]:
+        yield "\nIn the paper:\n" + "\n".join(numbers)
+    yield f"\nadahessian train {preset.name}" + ("" if preset.needs_no_data else " --data-dir DIR")
+
+
+def _paper_numbers(task: str) -> Iterator[str]:
+    text = files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        if row["task"] == task:
+            std = f" ± {row['std']}" if row["std"] else ""
+            settings = " ".join(filter(None, [row["optimizer"], row["override"]]))
+            yield f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{std}"

@@ -1,0 +1,236 @@
+"""`adahessian train`: one run per seed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+from rich.console import Console
+
+from adahessian.lab.configs import PRESETS, find_preset
+from adahessian.lab.configs.optimizers import OPTIMIZERS
+from adahessian.lab.configs.run import Run, RunConfig, Session, difference, label
+from adahessian.lab.errors import ConfigError, DataError, LabError, RunExistsError, StoppedError
+from adahessian.lab.results.run_file import RunFiles, RunResult, read_run
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_OPTIMIZER = "adahessian-kron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a task. Options default to the preset of the task and the optimizer."""
+
+    seeds: tuple[int, ...] = (1,)
+    """Seeds. Each is a run of its own."""
+
+    name: str | None = None
+    """Name of the runs. None names them by their optimizer and changed options."""
+
+    config: RunConfig
+    session: Session
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train with every seed. Runs that stop as planned do not keep the next one from starting."""
+    runs, session = parse_runs(argv, "adahessian train")
+    for run in runs:
+        try:
+            execute(run, session)
+        except StoppedError as stopped:
+            if not stopped.planned:
+                raise
+
+
+def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
+    """Return one run per seed, and the session, from ``[TASK, OPTIMIZER, --options...]``.
+
+    Raises:
+        ConfigError: If the task or the optimizer does not exist, or an option has an invalid value.
+    """
+    words = [*argv]
+    if not words or words[0].startswith("-"):
+        usage = f"Usage: {prog} TASK [OPTIMIZER] [--options]\n\nTasks: {', '.join(PRESETS)}.\n"
+        usage += f"Optimizers: {', '.join(OPTIMIZERS)}.\n\n{prog} TASK OPTIMIZER --help lists the options."
+        if words[:1] in (["-h"], ["--help"]):
+            print(usage)
+            raise SystemExit(0)
+        raise ConfigError(f"The name of a task comes first.\n{usage}")
+    task = words.pop(0)
+    preset = find_preset(task)
+    optimizer = words.pop(0) if words and not words[0].startswith("-") else DEFAULT_OPTIMIZER
+    default = Train(config=preset.config(optimizer), session=Session())
+    parsed: Train = tyro.cli(
+        Train,
+        args=words,
+        default=default,
+        prog=f"{prog} {task} {optimizer}",
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.OmitArgPrefixes),
+    )
+    if not parsed.seeds or min(parsed.seeds) < 0:
+        raise ConfigError("--seeds is empty or negative. Pass one or more numbers from 0.")
+    if parsed.name is not None and Path(parsed.name).name != parsed.name:
+        raise ConfigError(f"--name {parsed.name} contains a folder. Pass the folder as --output.")
+    name = parsed.name or label(optimizer, parsed.config, default.config)
+    config, session = parsed.config, parsed.session
+    return [Run(task=task, optimizer=optimizer, config=config, seed=seed, label=name) for seed in parsed.seeds], session
+
+
+def execute(
+    run: Run, session: Session, *, console: Console | None = None, selection: dict[str, Any] | None = None
+) -> RunResult:
+    """Train a run to its end, or resume it. With ``session.resume``, return the result of a finished run.
+
+    Args:
+        run: What to train.
+        session: Where and how.
+        console: Where to print, by default standard output. Only rank 0 prints.
+        selection: Trials and the metric that chose the configuration, if a sweep did.
+
+    Raises:
+        LabError: If the run cannot be done.
+        StoppedError: If a signal or the session stopped it.
+    """
+    from adahessian.lab.training.distributed import process_group, rank
+    from adahessian.lab.training.interrupts import Interrupts
+    from adahessian.lab.training.progress import Progress, shown
+    from adahessian.lab.training.trainer import Trainer
+
+    is_writer = rank() == 0
+    console = (console or Console()) if is_writer else Console(quiet=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    device = _device(session.device)
+    files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
+    finished = _finished(run, session, files, device)
+    if finished is not None:
+        say(f"{files.result} is finished. Skipped.")
+        return finished
+    try:
+        with (
+            _own_folder(files.folder) if is_writer else nullcontext(),
+            Progress(run, files, console, is_writer=is_writer) as progress,
+            Interrupts(progress.stopping) as interrupts,
+            process_group(device) as rank_device,
+        ):
+            trainer = Trainer(
+                run,
+                session,
+                device=rank_device,
+                progress=progress,
+                stop_requested=lambda: interrupts.requested,
+                selection=selection,
+            )
+            result = trainer.train()
+    except StoppedError as stopped:
+        instead = " instead of --overwrite" * session.overwrite
+        say(f"{stopped} Run the same command with --resume{instead} to continue.")
+        raise
+    except DataError as error:
+        if run.task not in PRESETS:
+            raise
+        hint = f"`adahessian fetch {run.task}` downloads the data or says where it is."
+        raise DataError(f"{error}\n{hint}") from error
+    except OSError as error:
+        where = error.filename or files.folder
+        raise LabError(
+            f"{where} cannot be read or written: {error.strerror or error}. Free some space or choose another "
+            "--output, then continue with --resume. Files written before are intact."
+        ) from error
+    metric = run.config.task.metric
+    say(f"{shown(metric, result.final) or result.status}: {files.result}")
+    return result
+
+
+def train_line(run: Run) -> str:
+    """Return the command that trains a run: options that differ from the preset's, without seed and session."""
+    preset = find_preset(run.task).config(run.optimizer)
+    words = ["adahessian", "train", run.task, run.optimizer, *typed(difference(run.config, preset), unset=True)]
+    if run.label != label(run.optimizer, run.config, preset):
+        words += ["--name", run.label]
+    return shlex.join(words)
+
+
+def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
+    """Return options as they are typed. Those that are None or empty are left out, except with ``unset``."""
+    words: list[str] = []
+    for name, value in options.items():
+        option, values = name.replace("_", "-"), value if isinstance(value, tuple) else (value,)
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif unset or (values and value is not None):
+            words += [f"--{option}", *map(str, values)]
+    return words
+
+
+def _finished(run: Run, session: Session, files: RunFiles, device: torch.device) -> RunResult | None:
+    """Return the result of a finished run that ``--resume`` skips.
+
+    Raises:
+        RunExistsError: If there is an earlier run, and neither ``--resume`` nor ``--overwrite``.
+    """
+    from adahessian.lab.training.distributed import world_size
+    from adahessian.lab.training.identity import changed, effective_precision, identity
+
+    is_finished, is_begun = files.result.exists(), files.checkpoint.exists()
+    if session.overwrite or not (is_finished or is_begun):
+        return None
+    if not session.resume:
+        raise RunExistsError(
+            f"{files.result if is_finished else files.checkpoint} exists. Pass --resume to "
+            f"{'skip' if is_finished else 'continue'} it, --overwrite to start over, or another --name or --output."
+        )
+    if not is_finished:
+        return None
+    result = read_run(files.result)
+    before = identity(result, result.conditions["precision"], result.conditions["processes"])
+    if names := changed(before, identity(run, effective_precision(session, device), world_size())):
+        raise RunExistsError(
+            f"{files.result} is a run with other values of {names}. Choose another --name or --output, or pass "
+            "--overwrite to start over."
+        )
+    files.checkpoint.unlink(missing_ok=True)  # a run that was killed right after its end leaves it
+    return result
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":  # on a GPU, every rank would allocate memory on the first one
+            torch.zeros((), device=device).item()
+        elif not torch.cuda.is_available():
+            raise RuntimeError("PyTorch finds no GPU")
+    except (RuntimeError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise ConfigError(
+            f"--device {name} cannot be used: {reason}. Pass --device cpu to train without it."
+        ) from error
+    return device
+
+
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """Lock the folder of a run, and remove it if the run could not start."""
+    from adahessian.lab.training.checkpoint import locked
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if {path.name for path in folder.iterdir()} <= {".lock"}:
+                    (folder / ".lock").unlink(missing_ok=True)
+                    folder.rmdir()
+                    folder.parent.rmdir()

@@ -1,0 +1,64 @@
+"""Random crops and flips of images, drawn from a given generator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class PaddedCrops:
+    """Random crops of padded images, as large as the images were. Half of them are mirrored.
+
+    There are few such views of an image, so a table holds the source of each pixel of each view. A whole batch is then
+    drawn in one call and gathered.
+
+    Args:
+        size: Height and width of the images.
+        padding: Zero pixels added on each side.
+        device: Device of the images.
+    """
+
+    def __init__(self, size: int, *, padding: int = 4, device: torch.device | str = "cpu") -> None:
+        lines = torch.arange(-padding, padding + 1)[:, None] + torch.arange(size)
+        inside = (lines >= 0) & (lines < size)
+        lines = lines.clamp(0, size - 1)
+        rows, row_inside = lines[None, :, None, :, None], inside[None, :, None, :, None]
+        columns = torch.stack((lines, lines.flip(1)))[:, None, :, None, :]
+        column_inside = torch.stack((inside, inside.flip(1)))[:, None, :, None, :]
+        self._pixels = (rows * size + columns).flatten(0, 2).flatten(1).to(device)
+        self._inside = (row_inside & column_inside).float().flatten(0, 2).unsqueeze(3).to(device)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw numbers of views, all with the same probability."""
+        return torch.randint(len(self._pixels), (count,), generator=generator, device=self._pixels.device)
+
+    def crop(self, images: Tensor, views: Tensor) -> Tensor:
+        """Return one view per image of shape (N, size, size, channels). Padding repeats the pixels at the border."""
+        count, height, width, channels = images.shape
+        pixels = self._pixels[views].unsqueeze(2).expand(-1, -1, channels)
+        return images.reshape(count, height * width, channels).gather(1, pixels).view(images.shape)
+
+    def inside(self, views: Tensor) -> Tensor:
+        """Return 1 where a view shows the image and 0 where it shows padding, of shape (N, size, size, 1)."""
+        return self._inside[views]
+
+
+def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Return the left, upper, right and lower edge of a random part of an image, as is usual for ImageNet.
+
+    Its area is 8% to 100% of the image, and its aspect ratio 3 : 4 to 4 : 3. If ten draws do not fit into the image, it
+    is the largest part in the middle with such a ratio.
+    """
+    narrowest, widest = 3 / 4, 4 / 3
+    for area, ratio, across, down in torch.rand(10, 4, generator=generator, dtype=torch.float64).tolist():
+        wanted = width * height * (0.08 + 0.92 * area)
+        shape = math.exp(math.log(narrowest) + ratio * math.log(widest / narrowest))
+        box_width, box_height = round(math.sqrt(wanted * shape)), round(math.sqrt(wanted / shape))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, upper = int(across * (width - box_width + 1)), int(down * (height - box_height + 1))
+            return left, upper, left + box_width, upper + box_height
+    box_width, box_height = min(width, round(height * widest)), min(height, round(width / narrowest))
+    left, upper = (width - box_width) // 2, (height - box_height) // 2
+    return left, upper, left + box_width, upper + box_height

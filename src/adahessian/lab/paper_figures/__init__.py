@@ -1,0 +1,1 @@
+"""The paper's figures 1 to 3."""

@@ -1,1 +1,0 @@
-"""``adahessian report``: tables and curves of finished runs, as Markdown and as one page for a browser."""

@@ -1,0 +1,1 @@
+"""Run files, tables and figures."""

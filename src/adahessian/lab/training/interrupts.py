@@ -1,0 +1,47 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """Context in which Ctrl-C, SIGTERM and SIGHUP only set :attr:`requested`, so that a run can stop between two steps.
+
+    A second Ctrl-C raises KeyboardInterrupt at once. SIGHUP stays ignored if it was, as under nohup.
+
+    Args:
+        on_request: Called at the first signal.
+    """
+
+    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
+        self.requested = False
+        self._on_request = on_request
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        ignored = hangup is None or signal.getsignal(hangup) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread():  # the only thread that may handle signals
+            for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [hangup])):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested = True
+            with suppress(RuntimeError):  # raised if the signal arrived in the middle of a write to the same stream
+                self._on_request()

@@ -1,0 +1,76 @@
+"""Muon for matrices and AdamW for all other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
+from torch.optim.adam import adam
+
+_MUON: dict[str, Any] = {
+    "ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C),
+    "ns_steps": DEFAULT_NS_STEPS,
+    "eps": EPS,
+    "nesterov": True,
+    "adjust_lr_fn": "match_rms_adamw",
+    "has_complex": False,
+}
+_ADAMW: dict[str, Any] = {"decoupled_weight_decay": True, "amsgrad": False, "maximize": False, "eps": 1e-8}
+
+
+class Muon(Optimizer):
+    """Update groups with ``is_matrix`` as torch.optim.Muon does, at AdamW's learning rate, and others as AdamW does.
+
+    Kernels are matrices of (out, in x kernel).
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            names = ("momentum_buffer",) if group["is_matrix"] else ("exp_avg", "exp_avg_sq")
+            for param in params:
+                if not self.state[param]:
+                    averages = {name: torch.zeros_like(param) for name in names}
+                    self.state[param].update(averages if group["is_matrix"] else {"step": torch.zeros(()), **averages})
+            update = self._update_matrices if group["is_matrix"] else self._update_others
+            update(params, [param.grad for param in params if param.grad is not None], group)
+        return loss
+
+    def _update_matrices(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        buffers = [self.state[param]["momentum_buffer"] for param in params]
+        views = []
+        for tensors in zip(params, grads, buffers, strict=True):
+            # Kernels may be stored channels-last. A matrix must be a view, and the order of its columns is free.
+            order = sorted(range(1, tensors[0].dim()), key=lambda dim: -tensors[0].stride(dim))
+            param, grad, buffer = (each.permute(0, *order) for each in tensors)
+            views.append((param.flatten(1), grad.flatten(1), buffer.flatten(1)))
+        options = {name: group[name] for name in ("lr", "weight_decay", "momentum")}
+        muon(*map(list, zip(*views, strict=True)), **options, **_MUON)
+
+    def _update_others(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        averages, squares, steps = (
+            [self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        (beta1, beta2), options = group["betas"], {name: group[name] for name in ("lr", "weight_decay")}
+        adam(params, grads, averages, squares, [], steps, beta1=beta1, beta2=beta2, **options, **_ADAMW)

@@ -1,0 +1,90 @@
+"""Run files without training."""
+
+import json
+import math
+from dataclasses import fields, replace
+
+from adahessian.lab.configs import find_preset
+from adahessian.lab.configs.run import as_json, label
+from adahessian.lab.results import frames
+from adahessian.lab.results.run_file import RunFiles, RunResult
+
+H200 = "NVIDIA H200"
+
+
+def make_run(
+    optimizer="sgd",
+    seed=1,
+    value=92.0,
+    *,
+    task="cifar10-resnet20",
+    exclusive=True,
+    step_ms=4.0,
+    device="cuda",
+    hardware=H200,
+    date="2026-01-01",
+    name=None,
+    selection=None,
+    final=None,
+    curve=None,
+    **options,
+):
+    """A run whose options differ from the preset's, with three evaluations. A value of NaN makes it diverge."""
+    preset = find_preset(task).config(optimizer)
+    config = with_options(preset, options)
+    metric, watched = config.task.metric, config.task.validation_metric
+    diverged = math.isnan(value)
+    steps = config.steps or 196 * config.epochs
+    evaluations = {watched.name: [0.5 * value, 0.9 * value, value]}
+    return RunResult(
+        task=task,
+        optimizer=optimizer,
+        label=name or label(optimizer, config, preset),
+        seed=seed,
+        status="diverged" if diverged else "finished",
+        config=json.loads(json.dumps(as_json(config))),
+        conditions={"device": device, "precision": "tf32", "compiled": True, "processes": 1},
+        curve={
+            "step": [steps // 3, 2 * steps // 3, steps],
+            "epoch": [config.epochs / 3, 2 * config.epochs / 3, config.epochs],
+            "seconds": [1.0, 2.0, 3.0],
+            "lr": [config.optimizer.lr] * 3,
+            "train_loss": [2.0, 1.0, 0.5],
+            **(curve or evaluations),
+        },
+        final={} if diverged else final or {metric.name: value},
+        cost={"exclusive": exclusive, "step_ms": step_ms, "peak_mib": 100.0, "parameters": 10},
+        selection=selection,
+        provenance=[
+            {
+                "command": f"adahessian train {task} {optimizer}",
+                "commit": "abc",
+                "date": date,
+                "hardware": {"processor": "a processor", "cores": 1, "threads": 1, "accelerator": hardware},
+                "versions": {"torch": "2"},
+            }
+        ],
+    )
+
+
+def with_options(config, options):
+    parts = {part: getattr(config, part) for part in ("task", "optimizer", "schedule")}
+    for name, part in parts.items():
+        own = {key: options[key] for key in options if key in {option.name for option in fields(part)}}
+        parts[name] = replace(part, **own)
+    known = {option.name for option in fields(config)}
+    return replace(config, **parts, **{key: options[key] for key in options if key in known})
+
+
+def write(folder, *runs):
+    """Write run files as the laboratory does."""
+    for run in runs:
+        file = RunFiles(output=folder, task=run.task, label=run.label, seed=run.seed).result
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(run.to_json()))
+    return folder
+
+
+def rows_of(folder, *runs):
+    """Rows of runs, by way of files."""
+    return frames.runs([write(folder, *runs)])

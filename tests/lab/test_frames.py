@@ -1,0 +1,168 @@
+import json
+import math
+from statistics import mean, stdev
+
+import numpy as np
+import pandas as pd
+import pytest
+from made_up_runs import H200, make_run, rows_of, write
+from scipy.stats import ttest_ind
+
+from adahessian.lab.errors import RunFileError
+from adahessian.lab.results import frames
+from adahessian.lab.results.run_file import RunFiles, read_run
+
+NAN = math.nan
+
+
+def test_a_run_file_holds_all_of_a_run(tmp_path):
+    run = make_run(lr=0.2, curve={"test_accuracy": [50.0, NAN, 92.0]}, selection={"trials": 5})
+    write(tmp_path, run)
+    read = read_run(RunFiles(output=tmp_path, task=run.task, label="sgd lr=0.2", seed=1).result)
+    assert read.curve["test_accuracy"][::2] == [50.0, 92.0]
+    assert math.isnan(read.curve["test_accuracy"][1])
+    for name in ("config", "final", "cost", "conditions", "provenance", "selection", "label"):
+        assert getattr(read, name) == getattr(run, name)
+
+
+def test_mean_and_deviation_are_those_of_the_seeds(tmp_path):
+    values = [92.0, 91.5, 92.7]
+    runs = rows_of(tmp_path, *(make_run(seed=seed, value=value) for seed, value in enumerate(values)), make_run("adam"))
+    summary = frames.summarize(runs).set_index("label")
+    assert summary.loc["sgd", "mean"] == pytest.approx(mean(values))
+    assert summary.loc["sgd", "std"] == pytest.approx(stdev(values))
+    assert summary.loc["sgd", ["n", "diverged", "seeds"]].tolist() == [3, 0, "0 1 2"]
+    assert math.isnan(summary.loc["adam", "std"])
+
+
+def test_diverged_runs_are_counted_but_not_averaged(tmp_path):
+    infinite = make_run(seed=3, final={"test_accuracy": math.inf})
+    runs = rows_of(tmp_path, make_run(seed=1, value=90.0), make_run(seed=2, value=NAN), infinite)
+    summary = frames.summarize(runs).iloc[0]
+    assert summary[["mean", "n", "diverged"]].tolist() == [90.0, 1, 2]
+
+
+def test_the_latest_of_two_runs_with_the_same_seed_counts(tmp_path):
+    for folder, value, date in (("a", 90.0, "2026-02-01"), ("b", 80.0, "2026-01-01")):
+        write(tmp_path / folder, make_run(value=value, date=date))
+    files = sorted(tmp_path.rglob("*.json"))
+    for order in (files, files[::-1]):
+        assert frames.runs(order).value.tolist() == [90.0]
+    assert sorted(frames.runs([tmp_path]).study) == ["a", "b"]  # folders are studies
+
+
+def test_other_metrics_are_summarized_by_name(tmp_path):
+    final = {"test_accuracy": 92.0, "test_loss": 0.25}
+    runs = rows_of(tmp_path, make_run(final=final), make_run(seed=2, final=final | {"test_loss": 0.75}))
+    assert frames.summarize(runs, "test_loss")["mean"].tolist() == [0.5]
+    assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0]
+
+
+def test_families_and_recipes(tmp_path):
+    options = {"weight_decay": 0.01, "epochs": 16, "decay_epochs": (8, 12)}
+    (row,) = rows_of(tmp_path, make_run("adamw", lr=0.02, **options)).to_dict("records")
+    assert row["label"] == "adamw lr=0.02 weight-decay=0.01 decay-epochs=8+12 epochs=16"
+    assert row["family"] == "adamw lr=0.02 weight-decay=0.01"
+    assert row["recipe"] == "adamw decay-epochs=8+12 epochs=16"
+    assert row["length"] == "16 epochs"
+
+
+def test_trials_held_out_examples(tmp_path):
+    runs = rows_of(tmp_path, make_run(holdout=100, final={"test_accuracy": 80.0}), make_run())
+    assert runs.set_index("label").is_trial.to_dict() == {"sgd holdout=100": True, "sgd": False}
+
+
+def test_times_of_shared_devices_are_left_out(tmp_path):
+    runs = rows_of(tmp_path, make_run(exclusive=False), make_run("adam", step_ms=5.0))
+    times = runs.set_index("optimizer").step_ms
+    assert math.isnan(times["sgd"])
+    assert times["adam"] == 5.0
+
+
+def test_curves_have_a_row_per_evaluation(tmp_path):
+    write(tmp_path, make_run(), make_run("adam", task="digits"))
+    rows = frames.curves([tmp_path])
+    assert rows.groupby("task").size().to_dict() == {"cifar10-resnet20": 3, "digits": 3}
+    assert rows[rows.task == "digits"].test_accuracy.tolist() == [46.0, pytest.approx(82.8), 92.0]
+
+
+def test_damaged_files_and_unknown_tasks(tmp_path):
+    write(tmp_path, make_run())
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "lacking.json").write_text('{"schema": 2, "curve": {}}')
+    (tmp_path / "other.json").write_text("[]")
+    unknown = json.loads(next(tmp_path.glob("*/*.json")).read_text()) | {"task": "tennis"}
+    (tmp_path / "unknown.json").write_text(json.dumps(unknown))
+    messages = []
+    assert len(frames.runs([tmp_path], messages.append)) == 1
+    assert [name in text for name, text in zip(("broken", "lacking", "tennis"), messages, strict=True)] == [True] * 3
+    for name in ("broken", "lacking", "other", "absent"):
+        with pytest.raises(RunFileError, match=name):
+            frames.runs([tmp_path / f"{name}.json"])
+
+
+def test_rows_of_benchmarks_know_their_file(tmp_path):
+    write(tmp_path, make_run())
+    provenance = [{"command": "bench", "commit": "abc", "hardware": {"accelerator": H200}}]
+    rows = [{"label": "sgd", "step_ms": 3.0}, {"label": "adamw", "step_ms": 4.0}]
+    (tmp_path / "bench.json").write_text(json.dumps({"schema": 2, "rows": rows, "provenance": provenance}))
+    bench = frames.bench([tmp_path])
+    assert bench.step_ms.tolist() == [3.0, 4.0]
+    assert bench[["file", "hardware", "commit"]].drop_duplicates().values.tolist() == [["bench.json", H200, "abc"]]
+
+
+def test_difference_is_welchs():
+    one, other = pd.Series([92.0, 92.4, NAN, 91.9]), pd.Series([91.0, 91.8])
+    expected = ttest_ind(one.dropna(), other, equal_var=False)
+    low, high = expected.confidence_interval()
+    assert frames.difference(one, other) == (pytest.approx(0.7), pytest.approx(low), pytest.approx(high))
+    assert (low < 0 < high) == (expected.pvalue > 0.05)
+    assert np.isnan(frames.difference(one, other[:1])[1:]).all()
+
+
+def race(tmp_path, **changed):
+    """Two optimizers at three lengths."""
+    lengths = {550: 3.4, 1100: 3.2, 2200: 3.0}
+    options = {"task": "gpt-novels", **changed}
+    return rows_of(
+        tmp_path,
+        *(make_run("adamw", 1, value, step_ms=50.0, steps=steps, **options) for steps, value in lengths.items()),
+        *(make_run("muon", 1, value - 0.2, step_ms=60.0, steps=steps, **options) for steps, value in lengths.items()),
+        make_run("sgd", 1, 4.0, **options),
+    )
+
+
+def test_a_race_is_by_time_where_devices_were_exclusive(tmp_path):
+    points = frames.race_points(race(tmp_path))
+    assert points.attrs["unit"] == "seconds"
+    assert points.groupby("family").budget.apply(list).to_dict() == {
+        "adamw": pytest.approx([27.5, 55, 110]),
+        "muon": pytest.approx([33, 66, 132]),
+    }
+    assert points[points.family == "muon"]["mean"].tolist() == pytest.approx([3.2, 3.0, 2.8])
+
+
+def test_a_race_is_by_steps_otherwise(tmp_path):
+    shared = frames.race_points(race(tmp_path / "shared", exclusive=False))
+    mixed = race(tmp_path / "mixed")
+    mixed.loc[mixed.optimizer == "muon", "hardware"] = "another GPU"
+    for points in (shared, frames.race_points(mixed)):
+        assert points.attrs["unit"] == "steps"
+        assert points.budget.tolist() == [550, 1100, 2200] * 2
+
+
+def test_budget_for_a_target_is_interpolated():
+    points = pd.DataFrame({"budget": [10.0, 100.0, 1000.0], "mean": [80.0, 90.0, 95.0]})
+    assert frames.budget_for(points, 85.0) == pytest.approx(10**1.5)
+    assert frames.budget_for(points, 95.0) == pytest.approx(1000)
+    assert frames.budget_for(points, 70.0) == pytest.approx(10)
+    assert math.isnan(frames.budget_for(points, 96.0))
+    losses = points.assign(mean=[4.0, NAN, 3.0])
+    assert frames.budget_for(losses, 3.5, higher_is_better=False) == pytest.approx(10**2.5)
+
+
+def test_labels_leave_out_what_all_have():
+    short = frames.short_labels(["sgd model=a lr=1", "adamw model=a"])
+    assert short == {"sgd model=a lr=1": "sgd lr=1", "adamw model=a": "adamw"}
+    assert frames.short_labels(["sgd lr=1"]) == {"sgd lr=1": "sgd lr=1"}
+    assert frames.title("adahessian-kron curvature-every=5 steady-start=True") == "AdaHessianKron every=5 steady-start"

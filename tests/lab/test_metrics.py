@@ -1,0 +1,53 @@
+import math
+
+import pytest
+import torch
+from sacrebleu import corpus_bleu
+from scipy.stats import pearsonr, spearmanr
+
+from adahessian.lab.tasks.metrics import accuracy_and_f1, bleu, click_scores, correlation, detokenize
+
+REFERENCES = [
+    "So , that &apos;s what we &apos;re doing at the well @-@ known lab .",
+    "He said : &quot; I don &apos;t know ( yet ) . &quot;",
+    "Two men are waiting for the bus .",
+]
+HYPOTHESES = [REFERENCES[0].lower().replace("lab", "place"), REFERENCES[1], "Two Men wait for the bus , too ."]
+
+
+def test_bleu_is_that_of_sacrebleu_on_words_and_on_plain_text():
+    plain = [[detokenize(text) for text in texts] for texts in (HYPOTHESES, REFERENCES)]
+    assert plain[1][:2] == ["So, that's what we're doing at the well-known lab.", 'He said: "I don\'t know (yet)."']
+    on_plain_text = corpus_bleu(plain[0], [plain[1]], tokenize="13a").score
+    for lowercase in (False, True):
+        on_words = corpus_bleu(HYPOTHESES, [REFERENCES], tokenize="none", lowercase=lowercase, force=True).score
+        assert bleu(HYPOTHESES, REFERENCES, tokenized=True, lowercase=lowercase)["bleu"] == on_words
+    found = bleu(HYPOTHESES, REFERENCES, tokenized=True, lowercase=False)
+    assert found["bleu_detokenized"] == on_plain_text != found["bleu"]
+    untokenized = bleu(*plain, tokenized=False, lowercase=False)
+    assert untokenized == {"bleu": on_plain_text, "bleu_detokenized": on_plain_text}
+
+
+def test_accuracy_and_f1_are_those_of_their_definition():
+    logits = torch.tensor([[1.0, 0], [0, 1], [0, 1], [1, 0], [0, 1]])
+    labels = torch.tensor([0, 1, 0, 1, 0])  # one true positive, two false positives, one false negative
+    assert accuracy_and_f1(logits, labels) == pytest.approx({"accuracy": 40, "f1": 40, "accuracy_and_f1": 40})
+    never = torch.tensor([[1.0, 0.0]]).expand(5, 2)
+    assert accuracy_and_f1(never, labels) == pytest.approx({"accuracy": 60, "f1": 0, "accuracy_and_f1": 30})
+
+
+def test_correlations_are_those_of_scipy():
+    found, labels = torch.randn(50, 1), (torch.rand(50) * 6).floor()  # ranks have ties
+    pearson, spearman = (100 * each(found.squeeze(1), labels).statistic for each in (pearsonr, spearmanr))
+    expected = {"pearson": pearson, "spearman": spearman, "correlation": (pearson + spearman) / 2}
+    assert correlation(found, labels) == pytest.approx(expected, rel=1e-5)
+    for unusable in (torch.ones(4, 1), torch.tensor([[1.0], [2.0], [float("nan")], [3.0]])):
+        assert correlation(unusable, torch.arange(4.0))["correlation"] == 0
+
+
+def test_clicks_are_scored_by_their_definition():
+    logits, labels = torch.tensor([-2.0, -1.0, 1.0, 2.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    loss = torch.log1p(torch.exp((1 - 2 * labels) * logits)).mean().item()
+    # Three of four pairs of a click and another row are in the right order.
+    assert click_scores(logits, labels) == pytest.approx({"accuracy": 50, "auc": 0.75, "log_loss": loss})
+    assert math.isnan(click_scores(logits, torch.zeros(4))["auc"])

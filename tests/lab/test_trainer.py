@@ -1,0 +1,400 @@
+"""The training loop: stopped anywhere, a run continues to the same bits."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from runs import assert_same, files_of, train, typed, write_data
+from small_tasks import SMALL
+from torch import nn
+
+from adahessian.lab.commands.train import execute
+from adahessian.lab.configs import find_preset
+from adahessian.lab.configs.optimizers import SGD
+from adahessian.lab.configs.run import Metric, Run, RunConfig, Session
+from adahessian.lab.errors import CheckpointError, ConfigError, DataError, LabError, RunExistsError, StoppedError
+from adahessian.lab.results.run_file import RunFiles, read_run
+from adahessian.lab.tasks.task import Task
+from adahessian.lab.training import trainer
+from adahessian.lab.training.checkpoint import load_checkpoint, locked, save_checkpoint
+from adahessian.lab.training.final_weights import FinalWeights
+
+FAMILIES = (
+    "cifar10-resnet20",
+    "image-folder-resnet18",
+    "multi30k-de-en",
+    "ptb-tensorized",
+    "ptb-transformer",
+    "glue-sst2",
+    "criteo-dlrm",
+)
+OPTIMIZERS = ("adahessian-kron", "adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Two epochs of digits with AdaHessianKron, and their folder."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return train("digits", "adahessian-kron", folder, epochs=2), folder
+
+
+# Resuming ---------------------------------------------------------------------------------------------------------
+
+
+def check_resume(task, optimizer, folder, **options):
+    """Compare a run that stops within its second epoch with one that does not."""
+    write_data(task, folder)
+    whole = train(task, optimizer, folder, name="whole", **options)
+    middle = int(whole.curve["step"][0]) + 1
+    with pytest.raises(StoppedError):
+        train(task, optimizer, folder, name="stopped", stop_after_steps=middle, **options)
+    resumed = train(task, optimizer, folder, name="stopped", resume=True, **options)
+    assert_same(whole, folder, resumed, folder)
+    assert len(resumed.provenance) == 2
+
+
+@pytest.mark.parametrize("task", FAMILIES)
+def test_every_family_resumes_in_the_same_bits(task, tmp_path):
+    check_resume(task, "adahessian-kron", tmp_path, epochs=2, **SMALL[task])
+
+
+@pytest.mark.parametrize("optimizer", ["adahessian", "sgd", "adamw", "muon", "soap"])
+def test_every_kind_of_optimizer_resumes_in_the_same_bits(optimizer, tmp_path):
+    check_resume("digits", optimizer, tmp_path, epochs=2)
+
+
+@pytest.mark.parametrize("optimizer", ["adahessian-kron", "lbfgs"])
+def test_float64_tasks_resume_in_the_same_bits(optimizer, tmp_path):
+    check_resume("pinn-poisson-1d", optimizer, tmp_path, steps=9, eval_every=4, **SMALL["pinn-poisson-1d"])
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "adahessian", "train", "digits", "adahessian-kron"]
+    return subprocess.Popen(
+        [*command, *typed(folder, epochs=2), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_at_any_step_loses_nothing(tmp_path, undisturbed, number):
+    while True:
+        run = start(tmp_path, "--checkpoint-minutes", "0.0001", "--overwrite")
+        while not [*tmp_path.rglob("checkpoint.pt")] and run.poll() is None:
+            time.sleep(0.005)
+        run.send_signal(number)
+        printed = run.communicate(timeout=300)[0]
+        if not [*tmp_path.rglob("*_seed-*.json")]:
+            break
+        assert run.returncode == 0, printed  # it was faster than the signal
+    if number != signal.SIGKILL:
+        assert run.returncode == 130
+        assert "--resume" in printed
+    continued = start(tmp_path, "--resume")
+    printed = continued.communicate(timeout=300)[0]
+    assert continued.returncode == 0, printed
+    whole, folder = undisturbed
+    assert_same(read_run(files_of(whole, tmp_path).result), tmp_path, whole, folder)
+
+
+def test_stopping_after_epochs(tmp_path, undisturbed):
+    with pytest.raises(StoppedError) as stopped:
+        train("digits", "adahessian-kron", tmp_path, epochs=2, stop_after_epochs=1)
+    assert stopped.value.planned
+    whole, folder = undisturbed
+    files = files_of(whole, tmp_path)
+    assert len(files.log.read_text().splitlines()) == 1
+    resumed = train("digits", "adahessian-kron", tmp_path, epochs=2, resume=True)
+    assert_same(resumed, tmp_path, whole, folder)
+    assert [json.loads(line)["step"] for line in files.log.read_text().splitlines()] == [20, 40]
+    assert not files.checkpoint.exists()
+
+
+def test_two_processes(tmp_path):
+    def launch(folder, *words):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, "-m", "adahessian", "train", "digits", "adahessian-kron", *typed(folder, epochs=2), *words],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    printed = launch(one)
+    assert printed.count("step 40/40") == printed.count(".json") == 1, "only rank 0 prints"
+    assert len([*one.rglob("events.*")]) == 1
+    assert "27" in launch(other, "--stop-after-steps", "27")
+    launch(other, "--resume")
+    first, second = (read_run(next(folder.rglob("*_seed-1.json"))) for folder in (one, other))
+    assert_same(first, one, second, other)
+    assert first.conditions["processes"] == 2
+    alone = train("digits", "adahessian-kron", tmp_path, epochs=2)
+    assert first.curve["train_loss"][0] == pytest.approx(alone.curve["train_loss"][0], rel=0.1)
+
+
+# Earlier runs -----------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_stays_unless_overwritten(undisturbed):
+    result, folder = undisturbed
+    before = files_of(result, folder).result.read_bytes()
+    with pytest.raises(RunExistsError, match=r"--resume.*--overwrite.*--name"):
+        train("digits", "adahessian-kron", folder, epochs=2)
+    assert train("digits", "adahessian-kron", folder, epochs=2, resume=True).final == result.final
+    with pytest.raises(RunExistsError, match="--lr"):
+        train("digits", "adahessian-kron", folder, epochs=2, lr=0.1, resume=True, name=result.label)
+    assert files_of(result, folder).result.read_bytes() == before
+
+
+def test_overwriting_starts_over(tmp_path):
+    with pytest.raises(StoppedError):
+        train("digits", "adamw", tmp_path, epochs=1, stop_after_steps=3)
+    with pytest.raises(RunExistsError, match=r"checkpoint\.pt"):
+        train("digits", "adamw", tmp_path, epochs=1)
+    result = train("digits", "adamw", tmp_path, epochs=1, overwrite=True)
+    assert len(result.provenance) == 1
+    with pytest.raises(StoppedError):
+        train("digits", "adamw", tmp_path, epochs=1, overwrite=True, stop_after_steps=3)
+    assert not files_of(result, tmp_path).result.exists()
+
+
+def test_a_run_that_cannot_start_deletes_nothing(tmp_path):
+    files = RunFiles(output=tmp_path / "runs", task="cifar10-resnet20", label="sgd", seed=1)
+    files.folder.mkdir(parents=True)
+    for path in (files.result, files.checkpoint):
+        path.write_text("earlier")
+    with pytest.raises(DataError, match="adahessian fetch cifar10-resnet20"):
+        train("cifar10-resnet20", "sgd", tmp_path, overwrite=True)
+    assert [path.read_text() for path in (files.result, files.checkpoint)] == ["earlier"] * 2
+
+
+def test_a_run_that_cannot_start_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="--batch-size 5000"):
+        train("digits", "adamw", tmp_path, batch_size=5000)
+    assert [*tmp_path.iterdir()] == [tmp_path / "runs"]
+
+
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
+    with pytest.raises(StoppedError):
+        train("digits", "adamw", tmp_path, name="mine", stop_after_steps=3)
+    with pytest.raises(CheckpointError, match="--lr"):
+        train("digits", "adamw", tmp_path, name="mine", lr=0.1, resume=True)
+    (path,) = tmp_path.rglob("checkpoint.pt")
+    saved = load_checkpoint(path)
+    save_checkpoint(path, {**saved, "steps_per_epoch": 21})
+    with pytest.raises(CheckpointError, match="--data-dir"):
+        train("digits", "adamw", tmp_path, name="mine", resume=True)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        train("digits", "adamw", tmp_path, name="mine", resume=True)
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    folder = RunFiles(output=tmp_path / "runs", task="digits", label="sgd", seed=1).folder
+    folder.mkdir(parents=True)
+    with locked(folder):
+        with pytest.raises(RunExistsError, match="sgd_seed-1"):
+            train("digits", "sgd", tmp_path)
+        assert folder.exists()
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, function):
+    with pytest.raises(StoppedError):
+        train("digits", "adamw", tmp_path, epochs=2, stop_after_epochs=1)
+    (checkpoint,) = tmp_path.rglob("checkpoint.pt")
+    before = checkpoint.read_bytes()
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, fail)
+        with pytest.raises(LabError, match="No space left on device"):
+            train("digits", "adamw", tmp_path, epochs=2, resume=True)
+    assert checkpoint.read_bytes() == before
+    assert not [*tmp_path.rglob("*.part")]
+    assert train("digits", "adamw", tmp_path, epochs=2, resume=True).status == "finished"
+
+
+def test_an_output_that_is_a_file(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(LabError, match="--output"):
+        train("digits", "adamw", tmp_path)
+
+
+# The loop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains(tmp_path, optimizer):
+    if optimizer in ("soap", "sophia"):
+        pytest.importorskip("pytorch_optimizer")
+    result = train("digits", optimizer, tmp_path, epochs=2)
+    first, second = result.curve["train_loss"]
+    assert second < first
+    assert result.curve["step"] == [20, 40]
+    assert result.final["test_accuracy"] == result.curve["test_accuracy"][-1]
+    assert result.cost["parameters"] == 5178
+    assert (result.cost["step_ms"] > 0, result.cost["exclusive"], result.cost["peak_mib"]) == (True, False, None)
+    assert result.conditions == {
+        "device": "cpu",
+        "precision": "float32",
+        "compiled": False,
+        "mode": "eager",
+        "processes": 1,
+    }
+    assert {"commit", "command", "versions", "hardware"} <= result.provenance[0].keys()
+    assert [*tmp_path.rglob("events.out.tfevents.*")]
+
+
+def test_a_run_that_diverges_ends_early(tmp_path):
+    result = train("digits", "sgd", tmp_path, epochs=3, lr=1e30)
+    assert (result.status, result.final) == ("diverged", {})
+    assert math.isnan(read_run(files_of(result, tmp_path).result).curve["train_loss"][0])
+    assert not files_of(result, tmp_path).weights.exists()
+
+
+def test_length_and_evaluations_in_steps(tmp_path):
+    result = train("digits", "adamw", tmp_path, steps=25, eval_every=10, exclusive=True)
+    assert result.curve["step"] == [10, 20, 25]
+    assert result.curve["epoch"] == [0.5, 1.0, 1.25]
+    assert result.curve["lr"][-1] == 0.0
+    assert result.cost["exclusive"]
+    once = train("digits", "adamw", tmp_path, steps=25, eval_every=25)
+    assert once.cost["step_ms"] is None, "the only interval may have compiled"
+    means = [steps * loss for steps, loss in zip((10, 10, 5), result.curve["train_loss"], strict=True)]
+    assert once.curve["train_loss"][0] == pytest.approx(sum(means) / 25, rel=1e-6)
+
+
+def test_losses_of_float64_tasks_are_summed_in_float64(tmp_path):
+    result = train("pinn-poisson-1d", "adamw", tmp_path, steps=3, eval_every=1, **SMALL["pinn-poisson-1d"])
+    assert all(loss != torch.tensor(loss, dtype=torch.float32).item() for loss in result.curve["train_loss"])
+
+
+def test_bfloat16(tmp_path):
+    result = train("digits", "adamw", tmp_path, epochs=1, precision="bfloat16")
+    exact = train("digits", "adamw", tmp_path, epochs=1, name="exact")
+    assert result.conditions["precision"] == "bfloat16"
+    loss, exact_loss = result.curve["train_loss"][0], exact.curve["train_loss"][0]
+    assert loss != exact_loss
+    assert loss == pytest.approx(exact_loss, rel=0.05)
+
+
+def test_losses_are_read_once_per_second(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(trainer.Progress, "step", lambda self, step, loss, lr: seen.append(step))
+    train("digits", "adamw", tmp_path, epochs=1)
+    assert len(seen) <= 5
+    monkeypatch.setattr(trainer, "_READ_LOSS_EVERY", -1.0)
+    train("digits", "adamw", tmp_path, epochs=1, name="read")
+    assert seen[-20:] == [*range(1, 21)]
+
+
+def test_a_selection_is_recorded(tmp_path):
+    run = Run(task="digits", optimizer="sgd", config=find_preset("digits").config("sgd"), seed=1, label="sgd")
+    session = Session(output=tmp_path, device="cpu", stop_after_steps=1)
+    with pytest.raises(StoppedError):
+        execute(run, session, selection={"trials": 5})
+    selection = {"trials": 5, "selected_on": "validation_accuracy"}
+    result = execute(run, Session(output=tmp_path, device="cpu", resume=True), selection=selection)
+    assert result.selection == selection
+
+
+class Line(Task):
+    """A line through points, which yields some batches per epoch."""
+
+    steps_per_epoch = 4
+
+    def __init__(self, batches):
+        self.yielded = batches
+
+    def build_model(self):
+        return nn.Linear(1, 1)
+
+    def batches(self, epoch, skip=0):
+        for index in range(skip, self.yielded):
+            yield torch.linspace(-1, 1, 8).unsqueeze(1) + 0.1 * index
+
+    def loss(self, model, batch):
+        return (model(batch) - 2 * batch).square().mean()
+
+    def evaluate(self, model, *, final=False):
+        return {"test_error": (model.weight - 2).abs().item()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineConfig:
+    """A user's own task."""
+
+    metric: ClassVar[Metric] = Metric(name="test_error", title="test error", higher_is_better=False)
+    validation_metric: ClassVar[Metric] = metric
+    batch_size: int = 8
+    yielded: int = 4
+
+    def load(self, env):
+        return Line(self.yielded)
+
+
+@pytest.mark.parametrize("yielded", [4, 3, 5])
+def test_a_task_of_ones_own(tmp_path, yielded):
+    config = RunConfig(task=LineConfig(yielded=yielded), optimizer=SGD(lr=0.3), epochs=8)
+    run = Run(task="line", optimizer="sgd", config=config, seed=1, label="sgd")
+    session = Session(output=tmp_path, device="cpu")
+    if yielded != 4:
+        with pytest.raises(ConfigError, match="steps_per_epoch"):
+            execute(run, session)
+        return
+    result = execute(run, session)
+    assert result.final["test_error"] < 0.1
+    assert (result.curve["step"][-1], result.config["task"]) == (32, {"batch_size": 8, "yielded": 4})
+
+
+# The final weights ------------------------------------------------------------------------------------------------
+
+
+def final_weights(which, values, metrics, *, average_epochs=1):
+    """Return the weight that is tested after these steps, of which two are an epoch."""
+    config = find_preset("digits").config("sgd")
+    object.__setattr__(config, "final_weights", which)
+    object.__setattr__(config, "average_epochs", average_epochs)
+    kept, model = FinalWeights(config, len(values), 2), nn.BatchNorm1d(1)
+    for step, (value, metric) in enumerate(zip(values, metrics, strict=True), start=1):
+        nn.init.constant_(model.weight, value)
+        model.num_batches_tracked.fill_(step)
+        kept.after_step(model, step)
+        kept.after_evaluation(model, metric)
+        state = kept.state_dict()
+        kept = FinalWeights(config, len(values), 2)
+        kept.load_state_dict(state)
+    kept.load_into(model)
+    return model.weight.item(), int(model.num_batches_tracked)
+
+
+def test_the_last_the_best_and_the_mean():
+    values, metrics = [1.0, 2.0, 3.0, 4.0, 5.0, 7.0], [1.0, math.nan, 9.0, 2.0, 9.0, 3.0]
+    assert final_weights("last", values, metrics) == (7.0, 6)
+    assert final_weights("best", values, metrics) == (3.0, 3)
+    assert final_weights("best", values, [math.nan, *metrics[1:]]) == (3.0, 3)
+    assert final_weights("average", values, metrics, average_epochs=2) == (5.5, 6)
+    assert final_weights("average", values[1:], metrics[1:], average_epochs=2) == (5.5, 5)
+    assert final_weights("average", values, metrics, average_epochs=9) == pytest.approx((13 / 3, 6))
