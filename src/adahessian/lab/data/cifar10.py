@@ -70,7 +70,7 @@ def _read_archive(archive: Path) -> dict[str, bytes]:
 def _rows(content: bytes, file: str) -> _Rows:
     """Return one row per image: a byte for its label, then its pixels, channel by channel."""
     if len(content) % _ROW_BYTES:
-        raise DataError(f"{file} is truncated: {len(content)} bytes are not whole rows of {_ROW_BYTES}. Fetch it again.")
+        raise DataError(f"{file} is truncated: {len(content)} bytes are not rows of {_ROW_BYTES}. Fetch it again.")
     rows = np.frombuffer(content, np.uint8).reshape(-1, _ROW_BYTES)
     if (label := rows[:, 0].max(initial=0)) >= CLASSES:
         raise DataError(f"{file} has the label {label}, but CIFAR-10 has labels from 0 to 9. Fetch CIFAR-10 again.")

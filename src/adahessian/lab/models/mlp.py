@@ -29,8 +29,9 @@ class LaplacianMLP(nn.Module):
     def __init__(self, inputs: int, width: int, depth: int) -> None:
         super().__init__()
         widths = [inputs, *[width] * depth, 1]
-        self.layers = nn.ModuleList(nn.Linear(*sizes) for sizes in pairwise(widths))
-        for layer in self.layers:
+        layers = [nn.Linear(*sizes) for sizes in pairwise(widths)]
+        self.layers = nn.ModuleList(layers)
+        for layer in layers:
             nn.init.xavier_normal_(layer.weight)
             nn.init.zeros_(layer.bias)
 
@@ -41,6 +42,7 @@ class LaplacianMLP(nn.Module):
         # Rows: the value, d partial derivatives and the Laplacian.
         stacked = torch.cat((x[None], gradient, torch.zeros_like(x)[None]))
         for number, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.Linear)
             if number > 0:
                 value, gradient, laplacian = stacked[:1].tanh(), stacked[1:-1], stacked[-1:]
                 slope = 1 - value.square()

@@ -102,8 +102,7 @@ class ResNet18(_Stages):
     """
 
     def __init__(self, classes: int = 1000, *, small_images: bool = False, width: int = 64) -> None:
-        conv, pool = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.Identity()
-        if not small_images:
-            conv, pool = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.MaxPool2d(3, stride=2, padding=1)
+        kernel, stride, pool = (3, 1, nn.Identity()) if small_images else (7, 2, nn.MaxPool2d(3, stride=2, padding=1))
+        conv = nn.Conv2d(3, width, kernel, stride=stride, padding=kernel // 2, bias=False)
         widths = (width, 2 * width, 4 * width, 8 * width)
         super().__init__(conv, pool, widths, blocks=2, shortcut="project", classes=classes)

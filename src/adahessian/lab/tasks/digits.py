@@ -86,7 +86,7 @@ class DigitsTask(Task[Examples]):
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Return accuracy in % and mean loss."""
-        found = {}
+        found: dict[str, float] = {}
         for name in ["validation"] * (self.config.holdout > 0) + ["test"] * (final or not self.config.holdout):
             images, labels = self.examples[name]
             logits = model(images)

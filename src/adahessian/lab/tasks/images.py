@@ -75,6 +75,7 @@ class Normalization:
         return cls(means.tolist(), deviations.tolist(), images.device)
 
     def __call__(self, images: Tensor) -> Tensor:
+        """Return normalized images from bytes."""
         return torch.addcmul(self._shift, images.float(), self._scale)
 
 

@@ -172,7 +172,7 @@ class GPTTask(SegmentTask):
 
         At most :data:`EVALUATED_TOKENS` are read, in segments spread evenly over the text.
         """
-        metrics = {}
+        metrics: dict[str, float] = {}
         for part, text in [("valid", self.valid), ("test", self.test)][: 2 if final else 1]:
             loss = self.evaluated_loss(model, text, math.ceil(len(text) / EVALUATED_TOKENS))
             metrics |= {f"{part}_loss": loss.item(), f"{part}_perplexity": loss.exp().item()}

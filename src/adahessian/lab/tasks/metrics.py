@@ -31,12 +31,13 @@ def bleu(
 
     if not tokenized:
         return dict.fromkeys(("bleu", "bleu_detokenized"), score(hypotheses, references, "13a"))
-    plain = [[detokenize(text, language) for text in texts] for texts in (hypotheses, references)]
-    return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": score(*plain, "13a")}
+    plain, plain_references = ([detokenize(text, language) for text in texts] for texts in (hypotheses, references))
+    of_plain_text = score(plain, plain_references, "13a")
+    return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": of_plain_text}
 
 
 def detokenize(text: str, language: str = "en") -> str:
-    """Undo the tokenization of Moses.
+    r"""Undo the tokenization of Moses.
 
     Example:
         >>> detokenize("well , that &apos;s a so @-@ called &quot; test &quot; .")

@@ -26,9 +26,11 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-        ignored = hangup is None or signal.getsignal(hangup) is signal.SIG_IGN
         if threading.current_thread() is threading.main_thread():  # the only thread that may handle signals
-            for number in (signal.SIGINT, signal.SIGTERM, *([] if ignored else [hangup])):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+                numbers.append(hangup)
+            for number in numbers:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

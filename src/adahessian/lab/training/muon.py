@@ -62,11 +62,12 @@ class Muon(Optimizer):
         views = []
         for tensors in zip(params, grads, buffers, strict=True):
             # Kernels may be stored channels-last. A matrix must be a view, and the order of its columns is free.
-            order = sorted(range(1, tensors[0].dim()), key=lambda dim: -tensors[0].stride(dim))
-            param, grad, buffer = (each.permute(0, *order) for each in tensors)
-            views.append((param.flatten(1), grad.flatten(1), buffer.flatten(1)))
+            strides = tensors[0].stride()
+            order = sorted(range(1, len(strides)), key=lambda dim: -strides[dim])
+            views.append([each.permute(0, *order).flatten(1) for each in tensors])
         options = {name: group[name] for name in ("lr", "weight_decay", "momentum")}
-        muon(*map(list, zip(*views, strict=True)), **options, **_MUON)
+        matrices, gradients, momenta = map(list, zip(*views, strict=True))
+        muon(matrices, gradients, momenta, **options, **_MUON)
 
     def _update_others(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         averages, squares, steps = (

@@ -101,7 +101,7 @@ def _embeddings_and_output(model: nn.Module) -> set[Tensor]:
     The output layer is an adaptive softmax or the last linear layer, unless that is a part of a repeated layer.
     """
     outer = (nn.Embedding, nn.EmbeddingBag, nn.AdaptiveLogSoftmaxWithLoss)
-    modules = [module for module in model.modules() if isinstance(module, outer)]
+    modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, outer)]
     repeated = {inner for each in model.modules() if isinstance(each, nn.ModuleList) for inner in each.modules()}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     modules += [module for module in linears[-1:] if module not in repeated]
@@ -110,12 +110,18 @@ def _embeddings_and_output(model: nn.Module) -> set[Tensor]:
 
 def _soap(config: configs.SOAP, model: nn.Module) -> Optimizer:
     every = {"precondition_frequency": config.precondition_every}
-    return _peers().SOAP(_decaying(model, config), **_options(config, "lr", "betas", "weight_decay"), **every)
+    optimizer: Optimizer = _peers().SOAP(
+        _decaying(model, config), **_options(config, "lr", "betas", "weight_decay"), **every
+    )
+    return optimizer
 
 
 def _sophia(config: configs.Sophia, model: nn.Module) -> Optimizer:
     own = {"p": config.rho, "update_period": config.curvature_every}
-    return _peers().SophiaH(_decaying(model, config), **_options(config, "lr", "betas", "weight_decay"), **own)
+    optimizer: Optimizer = _peers().SophiaH(
+        _decaying(model, config), **_options(config, "lr", "betas", "weight_decay"), **own
+    )
+    return optimizer
 
 
 def _peers() -> Any:

@@ -29,6 +29,7 @@ class Step:
         """Captured in CUDA graphs, compiled, partly so ("mixed"), or eager."""
 
     def __call__(self, batch: Any) -> Tensor:
+        """Take one step and return the loss."""
         return self._take(batch)
 
 
