@@ -58,8 +58,9 @@ def main(argv: Sequence[str]) -> None:
     """Measure all rows, print them and write them to a file."""
     bench = tyro.cli(Bench, args=argv, prog="adahessian bench")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_float32_matmul_precision("high")  # as `train` does, by default
-    torch.backends.cudnn.benchmark = True
+    if device.type == "cuda":  # as `train` does, by default
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     rows: list[Row] = []
     content = {"schema": 2, "device": device.type, "precision": "tf32", "rounds": bench.rounds, "rows": rows}
     for row in _rows(bench, device):

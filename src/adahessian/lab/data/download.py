@@ -49,9 +49,12 @@ def download(published: Download, data_dir: Path) -> bool:
                     headers={"User-Agent": "adahessian"},  # some servers reject the default
                 ),
             )
-            for target, member in zip(targets, published.members or (name,), strict=True):
+            found = [Path(folder, member) for member in published.members or (name,)]
+            if missing := [path.name for path in found if not path.is_file()]:
+                raise FileNotFoundError(f"it lacks {', '.join(missing)}")
+            for target, path in zip(targets, found, strict=True):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(folder, member), target)
+                os.replace(path, target)
         except RequestException as error:
             advice = f"Run this again, or download it elsewhere and put {targets[0]} in place"
             raise DataError(f"{url} cannot be downloaded ({error}). {advice}.") from error
