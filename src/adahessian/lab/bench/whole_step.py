@@ -206,9 +206,10 @@ class _Process:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._connection.close()  # ends a process that waits for its turn
+        self._process.join(0 if self._row is None else 10)
         self._process.terminate()
         self._process.join()
-        self._connection.close()
 
     def wait(self) -> Row:
         """Wait until the job is prepared, and return what is known of its row."""
