@@ -80,7 +80,7 @@ WORKLOADS: dict[str, Workload] = {
         baseline="adamw",
         model=partial(GPT, 6, 512, 8, 8192, 256),
         batch=partial(_tokens, vocabulary=8192, length=256),
-        batch_size=16,
+        batch_size=32,
     ),
     "gpt2-124m": Workload(
         baseline="adamw",
