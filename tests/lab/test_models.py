@@ -19,7 +19,7 @@ def test_networks_have_their_published_sizes():
         (ResNet(20), 269_722),
         (ResNet(32), 464_154),
         (ResNet18(), 11_689_512),
-        (DLRM(), dlrm + 26 * 1000 * 16),
+        (DLRM(1000, 16, (512, 256, 64), (512, 256)), dlrm + 26 * 1000 * 16),
         (Transformer(100), layers + 100 * 512),
     ):
         assert sum(param.numel() for param in model.parameters()) == size

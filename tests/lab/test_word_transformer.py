@@ -2,8 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
-from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
+from adahessian.lab.models.word_transformer import (
+    AdaptiveSoftmax,
+    FullSoftmax,
+    MultiLinearAttention,
+    SoftmaxAttention,
+    WordTransformer,
+)
 
 SEGMENT, WIDTH, RANK, WORDS = 5, 8, 3, 11
 ATTENTIONS = {

@@ -14,9 +14,14 @@ from adahessian.lab.configs.language import GPTConfig, WordConfig
 from adahessian.lab.data.plain_text import PlainText, read_bytes, read_subwords
 from adahessian.lab.data.word_text import SOURCES, WordText, read_word_text
 from adahessian.lab.errors import ConfigError
-from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
 from adahessian.lab.models.gpt import GPT
-from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
+from adahessian.lab.models.word_transformer import (
+    AdaptiveSoftmax,
+    FullSoftmax,
+    MultiLinearAttention,
+    SoftmaxAttention,
+    WordTransformer,
+)
 from adahessian.lab.tasks.task import Env, Task
 from adahessian.lab.training.random_streams import random_stream
 
