@@ -9,15 +9,10 @@ from torch import Tensor
 
 
 class PaddedCrops:
-    """Random crops of padded images, as large as the images were. Half of them are mirrored.
+    """Random crops of images with some zero pixels on each side, as large as the images. Half of them are mirrored.
 
     There are few such views of an image, so a table holds the source of each pixel of each view. A whole batch is then
     drawn in one call and gathered.
-
-    Args:
-        size: Height and width of the images.
-        padding: Zero pixels added on each side.
-        device: Device of the images.
     """
 
     def __init__(self, size: int, *, padding: int = 4, device: torch.device | str = "cpu") -> None:
