@@ -20,28 +20,26 @@ def write_words(folder, train, source=PTB):
         (folder / source.file_name.format(part)).write_bytes(text.encode())
 
 
-def words_of(text, part):
-    return [text.words[number] for number in getattr(text, part)]
+def words_of(source, data_dir):
+    text, words = read_words(source, data_dir)
+    assert text.train.dtype == torch.int32
+    return [[words[number] for number in part] for part in (text.train, text.valid, text.test)]
 
 
 @pytest.mark.parametrize("folder", [".", "ptb"])
 def test_every_line_ends_with_eos(tmp_path, folder):
     write_words(tmp_path / folder, PTB_LINES)
-    text = read_words(PTB, tmp_path)
-    assert words_of(text, "train") == PTB_LINES.replace("\n", "<eos>").split()
-    assert words_of(text, "valid") == ["it", "was", "<eos>"]
-    assert words_of(text, "test") == ["monday", "<unk>", "<eos>"]
-    assert text.train.dtype == torch.int32
+    expected = [PTB_LINES.replace("\n", "<eos>").split(), ["it", "was", "<eos>"], ["monday", "<unk>", "<eos>"]]
+    assert words_of(PTB, tmp_path) == expected
     # An adaptive softmax needs the most frequent words first.
     write_words(tmp_path / folder, " a b c <unk> c b c \n c \n")
-    assert read_words(PTB, tmp_path).words == ("c", "b", "<eos>", "a", "<unk>")
+    assert read_words(PTB, tmp_path)[1] == ["c", "b", "<eos>", "a", "<unk>"]
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "wikitext103"])
 def test_empty_lines_of_wikitext_count(tmp_path, name):
     write_words(tmp_path / SOURCES[name].folder, WIKI_LINES, SOURCES[name])
-    text = read_words(SOURCES[name], tmp_path)
-    assert words_of(text, "train")[:7] == ["<eos>", "=", "Robert", "<unk>", "=", "<eos>", "<eos>"]
+    assert words_of(SOURCES[name], tmp_path)[0][:7] == ["<eos>", "=", "Robert", "<unk>", "=", "<eos>", "<eos>"]
 
 
 def test_another_length_than_the_published_one_is_logged(tmp_path, caplog):
@@ -70,8 +68,6 @@ def test_rare_words_must_be_replaced(tmp_path):
     with pytest.raises(DataError, match="<unk>"):
         read_words(PTB, tmp_path)
 
-
-# Plain text -----------------------------------------------------------------------------------------------------------
 
 NOVEL = {"train": "Zoë said:\r\n\n  the sea, the sea. " * 50 + "the end", "valid": "the sëa\n", "test": "Ω the sea"}
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-# Images ---------------------------------------------------------------------------------------------------------------
-
 
 def write_cifar10(folder: Path) -> None:
     """The six files of the binary form, of three images each."""
@@ -54,8 +52,6 @@ def picture(seed: int, size: tuple[int, int] = (20, 16), mode: str = "RGB") -> I
     return Image.fromarray(pixels).convert(mode)
 
 
-# Translation ----------------------------------------------------------------------------------------------------------
-
 GERMAN = ("ein", "zwei", "drei", "vier", "fünf", "sechs")
 
 
@@ -85,9 +81,6 @@ def german_sentences(count: int, seed: int) -> list[list[str]]:
     ]
 
 
-# Language modelling ---------------------------------------------------------------------------------------------------
-
-
 def _write_words(folder: Path, name: str) -> None:
     """A file for each part, with a sentence per line."""
     drawn = random.Random(0)
@@ -113,8 +106,6 @@ def write_novels(folder: Path) -> None:
         text = [" ".join(drawn.choices(["the", "sea", "was", "calm,", "Zoë", "said"], k=8)) for _ in range(lines)]
         (folder / f"{part}.txt").write_text("".join(f"{line}.\n" for line in text))
 
-
-# Sentence classification ----------------------------------------------------------------------------------------------
 
 GLUE_WORDS = ("a", "b", "c", "d", "e", "f", "g", "h", "good", "bad", "fine", "poor")
 
@@ -164,27 +155,16 @@ def write_checkpoint(folder: Path, *, squeeze: bool = False) -> None:
 
     folder.mkdir(exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *GLUE_WORDS]))
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 32,
-    }
+    config_type, model_type = (SqueezeBertConfig, SqueezeBertModel) if squeeze else (BertConfig, BertModel)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "embedding_size": 8, "intermediate_size": 16}
+    config = config_type(**sizes, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        if squeeze:
-            encoder = SqueezeBertModel(SqueezeBertConfig(**sizes, embedding_size=8))
-        else:
-            encoder = BertModel(BertConfig(**sizes))
+        encoder = model_type(config)
         for param in encoder.parameters():
             torch.nn.init.normal_(param, std=0.5)
-    encoder.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     save_file({name: weight.half() for name, weight in encoder.state_dict().items()}, folder / "model.fp16.safetensors")
-
-
-# Recommendation -------------------------------------------------------------------------------------------------------
 
 
 def write_criteo(folder: Path) -> None:

@@ -48,19 +48,17 @@ def _folders(part: Path) -> list[Path]:
 
 
 def _list_images(part: Path, classes: tuple[str, ...]) -> ListedImages:
-    files: list[str] = []
-    labels: list[int] = []
+    listed: list[tuple[str, int]] = []
     for folder in _folders(part):
         if folder.name not in classes:
             raise DataError(f"{folder} is not a class in {part.parent / 'train'}. Remove it, or add training images.")
         found = sorted(str(file) for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not found:
             raise DataError(f"{folder} has no .JPEG, .jpg or .png files. Put the images of the class into it.")
-        files += found
-        labels += [classes.index(folder.name)] * len(found)
-    if not files:
+        listed += [(file, classes.index(folder.name)) for file in found]
+    if not listed:
         raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
-    return ListedImages(tuple(files), torch.tensor(labels))
+    return ListedImages(tuple(file for file, _ in listed), torch.tensor([label for _, label in listed]))
 
 
 def center_view(size: int, shorter_side: int, image: Image.Image, epoch: int, index: int) -> Image.Image:

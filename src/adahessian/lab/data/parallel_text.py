@@ -48,7 +48,7 @@ def read_folder(folder: Path, source: str, target: str) -> ParallelText:
 def _read_part(folder: Path, names: tuple[str, ...], source: str, target: str) -> Pairs:
     name = next((name for name in names if (folder / f"{name}.{source}").exists()), names[0])
     paths = [folder / f"{name}.{language}" for language in (source, target)]
-    sides = [[_single_spaced(line) for line in read_lines(path)] for path in paths]
+    sides = [[" ".join(line.split()) for line in read_lines(path)] for path in paths]
     for path, side in zip(paths, sides, strict=True):
         if "" in side:
             raise DataError(f"{path}, line {1 + side.index('')} is empty. Remove it from the files of both languages.")
@@ -68,7 +68,7 @@ def read_tatoeba(folder: Path) -> ParallelText:
     path = folder / "deu.txt"
     rows: list[tuple[str, str]] = []
     for number, line in enumerate(read_lines(path), 1):
-        english, german = (_single_spaced(cell) for cell in (*line.split("\t"), "")[:2])
+        english, german = (" ".join(cell.split()) for cell in (*line.split("\t"), "")[:2])
         if not english or not german:
             raise DataError(f"{path}, line {number} is not a pair of sentences. Download the file again.")
         rows.append((english, german))
@@ -83,7 +83,3 @@ def read_tatoeba(folder: Path) -> ParallelText:
         part.source.append(german)
         part.target.append(english)
     return parts
-
-
-def _single_spaced(text: str) -> str:
-    return " ".join(text.split())

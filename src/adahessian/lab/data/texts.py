@@ -31,13 +31,6 @@ class Text:
     test: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class WordText(Text):
-    """A text as numbers of words."""
-
-    words: tuple[str, ...]  # of the training text, the most frequent first, as an adaptive softmax needs them
-
-
 @dataclass(frozen=True)
 class WordSource:
     """The files of a text in words between spaces, and their published length."""
@@ -55,24 +48,25 @@ SOURCES = {
 }
 
 
-def read_words(source: WordSource, data_dir: Path) -> WordText:
-    """Read a text of words between spaces, with one sentence or paragraph per line. Every line ends with ``<eos>``.
+def read_words(source: WordSource, data_dir: Path) -> tuple[Text, list[str]]:
+    """Read a text with one sentence or paragraph per line as numbers of words. Also return the words.
 
-    Words that the training text lacks become ``<unk>``. A length other than the published one is logged, because the
-    perplexities of different texts cannot be compared.
+    An adaptive softmax needs the most frequent words first. Every line ends with ``<eos>``. Words that the training
+    text lacks become ``<unk>``. A length other than the published one is logged, because the perplexities of different
+    texts cannot be compared.
     """
     train = find_file(data_dir, source.folder, source.file_name.format("train"))
     counts = Counter(chain.from_iterable(_lines(train)))
     if UNKNOWN not in counts:
         raise DataError(f"{train} does not contain {UNKNOWN}. Use the published version with rare words replaced.")
-    words = tuple(word for word, _ in counts.most_common())
+    words = [word for word, _ in counts.most_common()]
     numbers = {word: number for number, word in enumerate(words)}
     parts = {part: _numbered(train.with_name(source.file_name.format(part)), numbers) for part in PARTS}
     found = tuple(map(len, parts.values())), len(words)
     if found != (published := (source.tokens, source.vocabulary)):
         message = "%s has %s words (%d different) instead of %s (%d), so perplexities cannot be compared."
         _log.warning(message, train.parent, *found, *published)
-    return WordText(words=words, **parts)
+    return Text(**parts), words
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
@@ -112,12 +106,9 @@ def read_subwords(data_dir: Path, vocabulary: int) -> Text:
 
 
 def _content(data_dir: Path, part: str) -> bytes:
-    folder = data_dir / "novels" if _files(data_dir / "novels", "train") else data_dir
-    content = b"".join(path.read_bytes() for path in _files(folder, part))
+    folder = data_dir / "novels" if (data_dir / "novels").is_dir() else data_dir
+    files = sorted(folder.glob(f"{part}*.txt")) or sorted((folder / part).rglob("*.txt"))
+    content = b"".join(path.read_bytes() for path in files)
     if not content:
         raise DataError(f"{folder} has no text in {part}*.txt or {part}/. Put it there, or pass another --data-dir.")
     return content
-
-
-def _files(folder: Path, part: str) -> list[Path]:
-    return sorted(folder.glob(f"{part}*.txt")) or sorted((folder / part).rglob("*.txt"))

@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+Widths = Sequence[int]
+
 
 class DLRM(nn.Module):
     """Embeddings of categories and of numbers, their pairwise dot products, and a network on top.
@@ -16,13 +18,7 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self,
-        categories: int,
-        width: int,
-        bottom: Sequence[int],
-        top: Sequence[int],
-        numbers: int = 13,
-        columns: int = 26,
+        self, categories: int, width: int, bottom: Widths, top: Widths, *, numbers: int = 13, columns: int = 26
     ) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(columns * categories, width, sparse=True)
@@ -42,7 +38,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
-def _layers(widths: Sequence[int]) -> list[nn.Module]:
+def _layers(widths: Widths) -> list[nn.Module]:
     """Return linear layers, each followed by a ReLU, initialized as by DLRM's authors."""
     layers: list[nn.Module] = []
     for width_in, width in pairwise(widths):

@@ -95,9 +95,9 @@ class WordTask(SegmentTask):
 
     def __init__(self, config: WordConfig, env: Env) -> None:
         self.config = config
-        text = read_words(SOURCES[config.text], env.data_dir)
+        text, words = read_words(SOURCES[config.text], env.data_dir)
         super().__init__(env, text, length=config.segment, batch_size=config.batch_size)
-        self.vocabulary = len(text.words)
+        self.vocabulary = len(words)
 
     def build_model(self) -> nn.Module:
         """Return a new network. Embeddings are tied to a full softmax."""
