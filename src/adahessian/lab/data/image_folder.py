@@ -92,7 +92,7 @@ def decode(file: str) -> Image.Image:
 
 
 class StreamedImages:
-    """Images that worker processes, at most one per core, decode for every batch. 0 workers are this process."""
+    """Images that worker processes, at most one per core, decode for every batch. With 0, this process does."""
 
     def __init__(self, listed: ListedImages, view: View, *, workers: int, device: torch.device) -> None:
         self.labels = listed.labels
