@@ -80,7 +80,7 @@ _NOTES = """
     accuracy of the same weights with statistics of about 5,000 training images.
     """
 
-_CIFAR10 = "CIFAR-10 in its binary form: the folder cifar-10-batches-bin or the archive cifar-10-binary.tar.gz."
+_CIFAR10 = "CIFAR-10 in its binary form: the folder cifar-10-batches-bin."
 _STEPS = ScheduleConfig(schedule="steps", decay_epochs=(80, 120), decay_factor=0.1)
 
 
