@@ -8,8 +8,7 @@ import pytest
 
 from adahessian.lab.configs import PRESETS, find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS, SGD, AdaHessian, AdaHessianKron, AdamW
-from adahessian.lab.configs.run import difference, label, options_of
-from adahessian.lab.configs.schedule import ScheduleConfig
+from adahessian.lab.configs.run import ScheduleConfig, difference, label, options_of
 from adahessian.lab.errors import ConfigError
 
 GOLDENS = json.loads(Path(__file__).with_name("goldens.json").read_text())
