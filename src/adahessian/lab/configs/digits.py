@@ -1,7 +1,5 @@
 """Handwritten digits, from scikit-learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Fine-tuning of SqueezeBERT, or another BERT, on GLUE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -65,10 +63,8 @@ def _optimizers(lr: float, *, adamw_lr: float = 2e-5, weight_decay: float = 0.0)
 
 
 _NOTES = """
-    AdaHessian's learning rate, the schedule and the epochs are from a later paper, which ran AdaHessian again. This
-    paper does not give them. The other learning rates are ours and were not searched.
-
-    The paper starts from a SqueezeBERT that was fine-tuned on MNLI. Pass such a checkpoint to do the same.
+    AdaHessian's learning rate, the schedule and the epochs are from a later paper that ran AdaHessian again. Other
+    learning rates are ours and were not searched. The paper starts from a SqueezeBERT that was fine-tuned on MNLI.
     """
 _F1_NOTES = "The paper does not say which score it reports.\nOurs is the mean of accuracy and F1, as in GLUE."
 
@@ -98,10 +94,7 @@ _MINILM = "glue/SST-2 as in glue-sst2, and the folder minilm-l6: MiniLM-L6 with 
 
 @preset("minilm-sst2", "short fine-tuning of MiniLM on SST-2", _MINILM)
 def minilm_sst2() -> Configs:
-    """Not in the paper: 150 steps with a batch of 32, to compare optimizers in minutes.
-
-    AdamW's learning rate and weight decay are common ones for small encoders. The others were not searched.
-    """
+    """Not in the paper: a comparison of optimizers in minutes. Learning rates were not searched."""
     task = GlueConfig(dataset="sst2", model="minilm-l6", batch_size=32)
     schedule = ScheduleConfig(schedule="linear", lr_warmup_steps=15)
     optimizers = _optimizers(5e-3, adamw_lr=2e-4, weight_decay=0.01)

@@ -1,7 +1,5 @@
 """Image classification: ResNet20 and ResNet32 on CIFAR-10, ResNet18 on ImageNet or any folder of images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -38,8 +36,7 @@ class FolderConfig(WithHoldout):
 
 _NOTES = """
     Adagrad and RMSprop are not in the paper. Their learning rates were not searched.
-
-    test_accuracy uses batch norm's running statistics, as the authors do. At high learning rates these lag behind the
+    test_accuracy uses batch norm's running statistics, as in the paper. At high learning rates they lag behind the
     weights. test_accuracy_recomputed uses statistics of about 5,000 training images instead.
     """
 _CIFAR10 = "CIFAR-10 in its binary form: the folder cifar-10-batches-bin or the archive cifar-10-binary.tar.gz."

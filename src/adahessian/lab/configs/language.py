@@ -1,7 +1,5 @@
 """Language modelling: the paper's Transformers on Penn Treebank and WikiText, and GPTs on text files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -77,7 +75,7 @@ _NOTES = """
     """
 _TENSORIZED_NOTES = f"""
     The published code never applies its mask, so words see the words they predict. This implementation is causal.
-    Compare the optimizers with each other, not with the paper's perplexities.
+    Do not compare it with the paper's perplexities.
     {_NOTES}"""
 _PTB = "ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb."
 _WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-"
@@ -91,10 +89,7 @@ def ptb_tensorized() -> Configs:
 
 @preset("wikitext103-tensorized", "tensorized transformer on WikiText-103", f"{_WIKITEXT}103.", _TENSORIZED_NOTES)
 def wikitext103_tensorized() -> Configs:
-    """The softmax is adaptive, and embeddings are not tied.
-
-    A batch has 10 GB of logits. On a small GPU, use fewer segments.
-    """
+    """The softmax is adaptive, and embeddings are not tied. A batch has 10 GB of logits."""
     task = WordConfig(text="wikitext103", batch_size=120, layers=6, segment=80, softmax="adaptive")
     return _words(task, adahessian_lr=1.0)
 
@@ -128,10 +123,7 @@ _TEXT = "train.txt, valid.txt and test.txt, there or in the sub-folder novels."
 
 @preset("gpt-chars", "character GPT on text files", _TEXT, _GPT_NOTES)
 def gpt_chars() -> Configs:
-    """A GPT with 0.4 million parameters on the bytes of a text. It trains in about a minute on one CPU core.
-
-    AdamW's learning rate was the best of 3e-3, 1e-2 and 3e-2 on English novels.
-    """
+    """It trains in a minute on one CPU core. AdamW's learning rate was the best of 3e-3, 1e-2 and 3e-2."""
     return _gpt(GPTConfig(), adamw_lr=1e-2, sgd_lr=0.3, steps=400, warmup=40, eval_every=50)
 
 

@@ -1,7 +1,5 @@
 """Optimizers: the options of each, and the ranges that a sweep searches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Prediction of clicks with DLRM, on Criteo's logs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,10 +29,8 @@ class ClickConfig(WithHoldout):
 def criteo_dlrm() -> Configs:
     """AdaHessian trains the layers and Adagrad the embeddings, as in the paper.
 
-    Categories are hashed into a million buckets per column. DLRM's own tables are larger. Rows keep the log's order.
-
-    SGD is not in the paper. Its learning rate is that of DLRM's scripts. AdaHessianKron's was not searched. Adam, AdamW
-    and RMSprop do not support sparse gradients.
+    Categories are hashed into a million buckets per column. DLRM's own tables are larger. SGD's learning rate is from
+    DLRM's scripts. AdaHessianKron's was not searched. Adam, AdamW and RMSprop do not support sparse gradients.
     """
     optimizers = {
         "adahessian-kron": AdaHessianKron(lr=1e-3),

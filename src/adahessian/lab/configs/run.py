@@ -33,9 +33,13 @@ VALID_LOSS = Metric(name="valid_loss", title="validation loss, nats per token", 
 
 
 class TaskConfig(Protocol):
-    """The options of a task family, among them ``batch_size`` and ``holdout``."""
+    """The options of a task family, among them ``batch_size``."""
 
     default_holdout: ClassVar[int]  # training examples that `adahessian sweep` holds out
+
+    @property
+    def holdout(self) -> int:
+        """Training examples that are kept for validation."""
 
     @property
     def metric(self) -> Metric:

@@ -1,7 +1,5 @@
 """Physics-informed networks: Poisson's equation in one and two dimensions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -43,10 +41,7 @@ def _configs(task: PINNConfig) -> Configs:
     }
 
 
-_NOTES = """
-    Not in the paper. The metric is the error relative to the exact solution. Every step takes all points. One step of
-    L-BFGS evaluates the loss several times.
-    """
+_NOTES = "Not in the paper. The exact solution is known. One step of L-BFGS evaluates the loss several times."
 
 
 @preset("pinn-poisson-1d", "PINN for Poisson's equation in 1D", notes=_NOTES)

@@ -1,7 +1,5 @@
 """Translation: the paper's Transformers on IWSLT14 and WMT14, and small ones on Multi30k and Tatoeba."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -51,8 +49,7 @@ def _configs(
 
 
 _NOTES = """
-    The learning rates of SGD, Adam, Adagrad and RMSprop are ours and were not searched. These four have no weight
-    decay, which would outweigh the loss in their gradients.
+    The learning rates of SGD, Adam, Adagrad and RMSprop are ours and were not searched. They have no weight decay.
     """
 _SMALL_NOTES = f"""
     Not in the paper. Sizes, epochs and warm-up are ours. The rest is as in iwslt14-de-en. bleu and bleu_detokenized are
