@@ -17,23 +17,30 @@ class Range:
     wanted: str
     has: Callable[[float], bool]
 
-    def check(self, name: str, value: Any) -> None:
-        """Reject a value outside of the range, or a tuple with such a value. None passes."""
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is not None and not self.has(each):
-                raise ConfigError(f"--{name.replace('_', '-')} {each} is invalid. Pass {self.wanted}.")
+    def check(self, **values: Any) -> None:
+        """Reject values outside of the range, also in tuples and in lists from run files. None passes."""
+        for name, value in values.items():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if each is not None and not self.has(each):
+                    raise ConfigError(f"--{name.replace('_', '-')} {each} is invalid. Pass {self.wanted}.")
 
 
-def from_(least: float) -> Range:
+def minimum(least: float) -> Range:
     """Return the range of finite numbers from ``least``."""
     return Range(f"{least} or more", lambda value: least <= value < math.inf)
 
 
-_ABOVE_0 = Range("a value above 0", lambda value: 0 < value < math.inf)
+def at_least(least: float, **values: float | None) -> None:
+    """Reject values below ``least``, infinity and NaN. None passes."""
+    minimum(least).check(**values)
 
-Natural = Annotated[int, from_(0)]
-Count = Annotated[int, from_(1)]
-NonNegative = Annotated[float, from_(0)]
+
+_ABOVE_0 = Range("a value above 0", lambda value: 0 < value < math.inf)
+positive = _ABOVE_0.check
+
+Natural = Annotated[int, minimum(0)]
+Count = Annotated[int, minimum(1)]
+NonNegative = Annotated[float, minimum(0)]
 Positive = Annotated[float, _ABOVE_0]
 BelowOne = Annotated[float, Range("a value from 0 and below 1", lambda value: 0 <= value < 1)]
 UpToOne = Annotated[float, Range("a value from 0 to 1", lambda value: 0 <= value <= 1)]
@@ -51,7 +58,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, valid in self._ranges:
-            valid.check(name, getattr(self, name))
+            valid.check(**{name: getattr(self, name)})
 
 
 def _ranges_in(hint: Any) -> Iterator[Range]:
@@ -59,15 +66,3 @@ def _ranges_in(hint: Any) -> Iterator[Range]:
     yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
     for part in get_args(hint):
         yield from _ranges_in(part)
-
-
-def at_least(least: float, **values: float | None) -> None:
-    """Reject values below ``least``, infinity and NaN. None passes."""
-    for name, value in values.items():
-        from_(least).check(name, value)
-
-
-def positive(**values: float | None) -> None:
-    """Reject values that are not above 0, infinity and NaN. None passes."""
-    for name, value in values.items():
-        _ABOVE_0.check(name, value)

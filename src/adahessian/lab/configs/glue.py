@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from adahessian.lab.configs.checks import BelowOne, Natural, Options, from_
+from adahessian.lab.configs.checks import BelowOne, Natural, Options, minimum
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, OptimizerConfig, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
 from adahessian.lab.configs.run import Metric, ScheduleConfig
@@ -25,7 +25,7 @@ class GlueConfig(Options):
     batch_size: int = 16  # Examples per batch, over all processes.
     dataset: Dataset = "rte"  # Dataset of GLUE.
     model: str = "squeezebert"  # Folder of the pre-trained model, in --data-dir or elsewhere.
-    max_length: Annotated[int, from_(2)] = 128  # Most tokens of an example. The rest is cut off.
+    max_length: Annotated[int, minimum(2)] = 128  # Most tokens of an example. The rest is cut off.
     dropout: BelowOne = 0.1  # Dropout in the encoder and before the classifier.
     holdout: Natural = 0  # Training examples to keep for validation. 0 evaluates on the dev set.
 

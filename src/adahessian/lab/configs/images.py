@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from adahessian.lab.configs.checks import Count, Natural, NonNegative, from_
+from adahessian.lab.configs.checks import Count, Natural, NonNegative, minimum
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
 from adahessian.lab.configs.run import Metric, ScheduleConfig, WithHoldout
@@ -17,7 +17,7 @@ class ImageConfig(WithHoldout):
     score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %")
 
     batch_size: int = 256  # Images per batch, over all processes.
-    depth: Annotated[int, from_(8)] = 20  # Layers of the ResNet: 6 n + 2.
+    depth: Annotated[int, minimum(8)] = 20  # Layers of the ResNet: 6 n + 2.
 
 
 @dataclass(frozen=True, kw_only=True)

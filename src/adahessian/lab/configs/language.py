@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from adahessian.lab.configs.checks import BelowOne, Count, from_
+from adahessian.lab.configs.checks import BelowOne, Count, minimum
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
 from adahessian.lab.configs.run import VALID_LOSS, Metric, ScheduleConfig, WithValidation
@@ -39,11 +39,11 @@ class GPTConfig(WithValidation):
 
     batch_size: int = 16  # Sequences per batch, over all processes.
     tokens: Literal["bytes", "bpe"] = "bytes"  # Bytes, or subwords that are learned from the training text.
-    vocabulary: Annotated[int, from_(256)] = 256  # Number of tokens: 256 for bytes.
+    vocabulary: Annotated[int, minimum(256)] = 256  # Number of tokens: 256 for bytes.
     layers: Count = 2  # Layers.
     width: Count = 128  # Size of an embedding.
     heads: Count = 4  # Attention heads per layer.
-    context: Annotated[int, from_(2)] = 128  # Tokens per sequence.
+    context: Annotated[int, minimum(2)] = 128  # Tokens per sequence.
     dropout: BelowOne = 0.0  # Dropout of activations.
 
     def __post_init__(self) -> None:
