@@ -66,16 +66,18 @@ _NOTES = """
     AdaHessian's learning rate, the schedule and the epochs are from a later paper that ran AdaHessian again. Other
     learning rates are ours and were not searched. The paper starts from a SqueezeBERT that was fine-tuned on MNLI.
     """
-_F1_NOTES = "The paper does not say which score it reports.\nOurs is the mean of accuracy and F1, as in GLUE."
+_F1_NOTES = f"""
+    The paper does not say which score it reports. Ours is the mean of accuracy and F1, as in GLUE.
+    {_NOTES}"""
 
 
 def _register(dataset: Dataset, folder: str, about: str, *, lr: float = 1e-3, epochs: int = 5) -> None:
     task, schedule = GlueConfig(dataset=dataset), ScheduleConfig(schedule="linear")
     files = ", ".join(f"{name}.tsv" for name in ("train", *task.dev_sets))
     data = f"glue/{folder} with {files} as GLUE publishes them, and the folder of the pre-trained model."
-    about = f"{about} {_F1_NOTES}" if task.score is _ACCURACY_AND_F1 else about
+    notes = _F1_NOTES if task.score is _ACCURACY_AND_F1 else _NOTES
 
-    @preset(f"glue-{dataset}", f"fine-tuning on {folder}", data, f"{about}\n{_NOTES}")
+    @preset(f"glue-{dataset}", f"fine-tuning on {folder}", data, f"{about}\n{notes}")
     def configs() -> Configs:
         return same_for(_optimizers(lr), task, epochs=epochs, schedule=schedule)
 
@@ -87,7 +89,6 @@ _register("sst2", "SST-2", "Sentiment of phrases from film reviews: 67,349 examp
 _register("qnli", "QNLI", "Whether a sentence answers a question: 104,743 pairs.")
 _register("qqp", "QQP", "Duplicates among questions: 363,846 pairs.", lr=1e-2)
 _register("mnli", "MNLI", "Entailment in ten genres: 392,702 pairs. The score is the matched set's accuracy.")
-
 
 _MINILM = "glue/SST-2 as in glue-sst2, and the folder minilm-l6: MiniLM-L6 with config.json, vocab.txt and weights."
 

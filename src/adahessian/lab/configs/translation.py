@@ -1,7 +1,7 @@
 """Translation: the paper's Transformers on IWSLT14 and WMT14, and small ones on Multi30k and Tatoeba."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from adahessian.lab.configs.checks import BelowOne, Count
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, RMSprop
@@ -56,7 +56,9 @@ _SMALL_NOTES = f"""
     the same score: sacrebleu's, with case.
     {_NOTES}"""
 _IWSLT14 = "train, valid, test, each .de and .en: lower-case words, split by Moses. There or in the sub-folder iwslt14."
-_WMT14 = "train, newstest2013, newstest2014, each .en and .de: words, split by Moses. There or in the sub-folder wmt14."
+_WMT14 = (
+    "train, valid, test (or newstest2013, newstest2014), each .en and .de: words, split by Moses. There or in wmt14."
+)
 _MULTI30K = "Raw captions: train, val, test_2016_flickr, each .de and .en. There or in the sub-folder multi30k."
 _TATOEBA = "deu.txt: Tatoeba's German-English pairs. There or in the sub-folder tatoeba-deu-eng."
 
@@ -80,10 +82,18 @@ def wmt14_en_de() -> Configs:
 
     bleu is on words with case, as the paper's multi-bleu script does. bleu_detokenized is on plain text.
     """
-    size: dict[str, Any] = {"feed_forward": 2048, "heads": 8, "vocabulary": 37_000}
-    dropout: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    search: dict[str, Any] = {"beam_size": 4, "length_penalty": 0.6}
-    task = TranslationConfig(corpus="wmt14", batch_size=8 * 4096, **size, **dropout, **search)
+    task = TranslationConfig(
+        corpus="wmt14",
+        batch_size=8 * 4096,
+        feed_forward=2048,
+        heads=8,
+        vocabulary=37_000,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        beam_size=4,
+        length_penalty=0.6,
+    )
     return _configs(task, epochs=130, average_epochs=10, warmup=8000, lr=1.0, eps=3.5e-9, adamw=1e-3)
 
 
