@@ -45,11 +45,9 @@ class CapturedFunction(Generic[Result]):
 
     is_random = False
 
-    def __init__(
-        self, function: Callable[[], Result], model: nn.Module, memory: Memory, *, rehearses: bool = True
-    ) -> None:
+    def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory, rehearse: bool = True) -> None:
         with autocast_cache_disabled():
-            if rehearses:
+            if rehearse:
                 self._rehearse(function, model, memory.stream)
             self._graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream()

@@ -76,19 +76,9 @@ class AdaHessianKron(AdaHessian):
         maximize: bool = False,
         capturable: bool = False,
     ) -> None:
-        options: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "block_size": block_size,
-            "damping": damping,
-            "curvature_every": curvature_every,
-            "curvature_warmup": curvature_warmup,
-            "num_probes": num_probes,
-            "seed": seed,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "block_size": block_size}
+        options |= {"damping": damping, "curvature_every": curvature_every, "curvature_warmup": curvature_warmup}
+        options |= {"num_probes": num_probes, "seed": seed, "maximize": maximize, "capturable": capturable}
         self._start(params, {**_UNUSED, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

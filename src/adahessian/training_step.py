@@ -182,7 +182,7 @@ class TrainingStep:
         """Capture an update that has run before, and return its replay, or the update itself if that fails."""
         try:
             with torch.cuda.device(self._device):
-                return CapturedFunction(update, self._model, self._memory, rehearses=False).replay
+                return CapturedFunction(update, self._model, self._memory, rehearse=False).replay
         except CannotCapture as reason:
             logger.warning("The update is not captured: %s", reason)
             self._memory = Memory()  # PyTorch may have lost track of its pool

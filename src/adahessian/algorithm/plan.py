@@ -260,23 +260,17 @@ class Bucket:
             take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
             return
         # Compilers and graphs take numbers for constants. Filling a tensor does not synchronize, but copying one does.
-        for place, value in ((self._number, number), (self._lr, group["lr"])):
-            if isinstance(value, Tensor) and not value.is_cpu:
-                place.copy_(value.squeeze())
-            else:
-                place.fill_(value.item() if isinstance(value, Tensor) else value)
-        constants = {"betas": tuple(group["betas"]), **{name: group[name] for name in ("weight_decay", "maximize")}}
-        options = {**constants, "lr": self._lr, "capturable": True}
-        take = partial(self._run, take_rotated_steps, *tensors, self._number, options)
-        addresses = [each.data_ptr() for each in chain(*tensors[:3], *self._stored)]
-        key = (capture, *constants.values(), *addresses)
-        if capture is None or key not in self._replays:  # the first call compiles
-            take()
-            if capture is not None and len(self._replays) < _MOST_SELECTIONS:
-                self._replays[key] = None
-        else:
-            self._replays[key] = replay = self._replays[key] or capture(take)
-            replay()
+        self._number.copy_(number) if isinstance(number, Tensor) else self._number.fill_(number)
+        self._lr.fill_(lr.squeeze() if isinstance(lr := group["lr"], Tensor) else lr)
+        options = {"betas": tuple(group["betas"]), "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
+        key = (*options.values(), *map(Tensor.data_ptr, chain(*tensors[:3], *self._stored)))
+        options |= {"lr": self._lr, "capturable": True}
+        take: Callable[[], Any] = partial(self._run, take_rotated_steps, *tensors, self._number, options)
+        if capture is not None and key in self._replays:
+            self._replays[key] = take = self._replays[key] or capture(take)
+        elif len(self._replays) < _MOST_SELECTIONS:
+            self._replays[key] = None  # this call compiles, and the next one captures
+        take()
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
