@@ -173,8 +173,7 @@ class TrainingStep:
                 graphs = self._graphs[kind]
                 return None if graphs is None else graphs.replay(batch, curvature)
             except CannotCapture as reason:
-                # PyTorch may have lost track of a pool after a failed capture.
-                self._graphs[kind], self._memory = None, Memory()
+                self._graphs[kind], self._memory = None, Memory()  # PyTorch may have lost track of its pool
                 logger.warning("The step is not captured for batches of this kind: %s", reason)
                 return None
 

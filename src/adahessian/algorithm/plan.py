@@ -278,8 +278,7 @@ class Bucket:
             return function(self.families, *args)
         if function not in self._compiled:
             # The compiler counts versions of a function per code object, so each bucket needs its own.
-            own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-            own.__kwdefaults__, own.__defaults__ = function.__kwdefaults__, function.__defaults__
+            own = FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
             # Reordering loops fails in torch 2.11, because it meets kernels for lists of tensors.
             inductor: Any = {"loop_ordering_after_fusion": False}
             self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=inductor)
