@@ -28,7 +28,7 @@ def test_a_section_per_task_and_length(tmp_path):
         make_run(holdout=10, final={"test_accuracy": 80.0}),
         make_run("adamw", task="gpt-novels", value=3.0),
     )
-    titles = [section.title for section in tables.sections(runs)]
+    titles = [title for title, _ in tables.sections(runs)]
     assert titles[0].endswith("digits, 10 epochs")
     assert sorted(titles[1:4]) == [
         "ResNet20 on CIFAR-10, 16 epochs",
@@ -46,8 +46,7 @@ def test_table_of_a_section(tmp_path):
         *(make_run(seed=seed, epochs=16, value=90.0 + seed) for seed in (1, 2)),
         make_run(seed=3, epochs=16, final={"test_accuracy": 93.0, "test_loss": 0.2}),
     )
-    (section,) = tables.sections(runs)
-    table = tables.task_table(section)
+    table = tables.task_table(runs)
     assert table.optimizer.tolist() == ["sgd", "adamw", "adamw"]
     assert table.options.tolist() == ["", "", "lr=0.5"]
     assert table["test accuracy, %"].tolist() == ["92.00 ± 1.00", "91.00", ""]
