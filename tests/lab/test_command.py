@@ -23,7 +23,7 @@ def fail(capsys, *words):
     with pytest.raises(SystemExit) as stopped:
         command.main(words)
     assert stopped.value.code not in (0, None)
-    return capsys.readouterr().err
+    return f"{capsys.readouterr().err}{stopped.value.code}"
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "tasks", "tasks digits", "train digits adahessian --help"])

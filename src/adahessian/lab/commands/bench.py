@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
-from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -32,26 +31,13 @@ class Bench:
     Networks are trained on random data. Every row is printed and written to the output as soon as it is measured.
     """
 
-    workloads: tuple[str, ...] = ("resnet20", "gpt")
-    """Networks: digits, resnet20, gpt, gpt2-124m, lstm."""
-
-    modes: tuple[Mode, ...] = ()
-    """Eager, or captured: compiled and, on a GPU, captured. Default: as `train`."""
-
-    optimizers: tuple[str, ...] = ("*",)
-    """Rows to measure, such as adamw adahessian-kron/every-20 'adahessian/*'."""
-
-    parts: tuple[Literal["steps", "update"], ...] = ("steps",)
-    """Whole steps, or the update of 124M parameters alone, relative to AdamW."""
-
-    rounds: int = 5
-    """Turns of each optimizer and the baseline. Medians over rounds count."""
-
-    warm_only: bool = False
-    """Only take two steps with each optimizer, to fill the compiler's cache."""
-
-    output: Path = Path("bench.json")
-    """File for the rows. It must not exist."""
+    workloads: tuple[str, ...] = ("resnet20", "gpt")  # Networks: digits, resnet20, gpt, gpt2-124m, lstm.
+    modes: tuple[Mode, ...] = ()  # Eager, or captured: compiled and, on a GPU, captured. Default: as `train`.
+    optimizers: tuple[str, ...] = ("*",)  # Rows to measure, such as adamw adahessian-kron/every-20 'adahessian/*'.
+    parts: tuple[Literal["steps", "update"], ...] = ("steps",)  # Whole steps, or updates of 124M parameters alone.
+    rounds: int = 5  # Turns of each optimizer and the baseline. Medians over rounds count.
+    warm_only: bool = False  # Only take two steps with each optimizer, to fill the compiler's cache.
+    output: Path = Path("bench.json")  # File for the rows. It must not exist.
 
 
 def main(argv: Sequence[str]) -> None:
@@ -81,18 +67,17 @@ def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
             raise ConfigError(f"There is no workload {near(name, WORKLOADS)}")
         if WORKLOADS[name].needs_gpu and device.type == "cpu":
             raise ConfigError(f"--workloads {name} is too large for a CPU. Choose another one, or use a GPU.")
-    labels = [BASELINE, *LABELS]
-    for pattern in bench.optimizers:
-        if not matching(labels, pattern):
-            raise ConfigError(f"There is no optimizer {near(pattern, labels)}")
-    labels = [label for label in labels if any(fnmatchcase(label, pattern) for pattern in bench.optimizers)]
+    found = {pattern: matching([BASELINE, *LABELS], pattern) for pattern in bench.optimizers}
+    for pattern in (pattern for pattern, labels in found.items() if not labels):
+        raise ConfigError(f"There is no optimizer {near(pattern, [BASELINE, *LABELS])}")
+    chosen = [label for label in (BASELINE, *LABELS) if any(label in labels for labels in found.values())]
     clock = Clock(device=device, rounds=bench.rounds)
     modes = bench.modes or ("captured" if device.type == "cuda" else "eager",)
     for name, mode in product(bench.workloads, modes) if "steps" in bench.parts else ():
-        for row in measure_steps(WORKLOADS[name], mode, labels, clock=clock, warm_only=bench.warm_only):
+        for row in measure_steps(WORKLOADS[name], mode, chosen, clock=clock, warm_only=bench.warm_only):
             yield {"workload": name, **row}
     if "update" in bench.parts and not bench.warm_only:
-        for row in measure_update([label for label in UPDATES if label in labels], clock=clock):
+        for row in measure_update([label for label in UPDATES if label in chosen], clock=clock):
             yield {"workload": "gpt2-124m", **row}
 
 
