@@ -9,9 +9,9 @@ def test_the_demo_trains_both_tasks_and_writes_its_figures(tmp_path, capsys, mon
     monkeypatch.setattr(demo_module.momentum, "draw", demo_module.quadratic.draw)  # slow, and has tests of its own
     main(["demo", "--seeds", "2", "--epochs", "1", "--steps", "3", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    for part in ("AdaHessianKron", "AdaHessian", "AdamW", "SGD", "L-BFGS", "±"):
+    for part in ("adahessian-kron", "adahessian", "adamw", "sgd", "lbfgs", "±"):
         assert part in printed
-    names = ("digits.png", "pinn.png", "figure1.png", "figure3.png")
+    names = ("digits.png", "pinn-poisson-1d.png", "figure1.png", "figure3.png")
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert name in printed

@@ -20,7 +20,7 @@ from adahessian.lab.results import frames, paper, render, tables
 from adahessian.lab.training.atomic_files import atomic_write
 
 # The columns that fit a narrow terminal. The page has all of them.
-_WORDS, _NUMBERS = ("optimizer", "options", "conditions"), ("seeds", "diverged", "training loss")
+_WORDS, _NUMBERS = ("optimizer", "options", "conditions"), ("seeds", "diverged", "training loss", "ms per step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> None:
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
             raise RunFileError(f"{file} is out of date. Run `adahessian report {folder} --markdown {file}`.")
     else:
-        for title, own in tables.sections(runs):
-            _print(title, tables.task_table(own), frames.metric_of(own).title)
+        print_tables(runs)
         _write(options.output, render.page(runs, bench))
         print(f"{options.output} shows all tables and figures.")
 
@@ -65,11 +64,14 @@ def _write(file: Path, text: str) -> None:
         stream.write(text.encode())
 
 
-def _print(title: str, rows: pd.DataFrame, metric: str) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [column for column in (*_WORDS, metric, *_NUMBERS) if column in rows]
-    for column in shown:
-        table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=column not in _WORDS)
-    for row in rows[shown].itertuples(index=False):
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+def print_tables(runs: pd.DataFrame) -> None:
+    """Print a table per section."""
+    for title, own in tables.sections(runs):
+        rows = tables.task_table(own)
+        rows = rows[[name for name in (*_WORDS, frames.metric_of(own).title, *_NUMBERS) if name in rows]]
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in rows:
+            table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=column not in _WORDS)
+        for row in rows.to_numpy():
+            table.add_row(*row)
+        Console(highlight=False, markup=False).print(table)
