@@ -9,8 +9,6 @@ from adahessian.lab.configs.run import as_json, label
 from adahessian.lab.results import frames
 from adahessian.lab.results.run_file import RunFiles, RunResult
 
-H200 = "NVIDIA H200"
-
 
 def make_run(
     optimizer="sgd",
@@ -21,9 +19,7 @@ def make_run(
     exclusive=True,
     step_ms=4.0,
     device="cuda",
-    hardware=H200,
     date="2026-01-01",
-    name=None,
     selection=None,
     final=None,
     curve=None,
@@ -34,12 +30,12 @@ def make_run(
     config = with_options(preset, options)
     metric, watched = config.task.metric, config.task.validation_metric
     diverged = math.isnan(value)
-    steps = config.steps or 196 * config.epochs
-    evaluations = {watched.name: [0.5 * value, 0.9 * value, value]}
+    steps, hardware = config.steps or 196 * config.epochs, {"processor": "a processor", "threads": 1}
+    origin = {"command": f"adahessian train {task} {optimizer}", "commit": "abc", "versions": {"torch": "2"}}
     return RunResult(
         task=task,
         optimizer=optimizer,
-        label=name or label(optimizer, config, preset),
+        label=label(optimizer, config, preset),
         seed=seed,
         status="diverged" if diverged else "finished",
         config=json.loads(json.dumps(as_json(config))),
@@ -50,30 +46,24 @@ def make_run(
             "seconds": [1.0, 2.0, 3.0],
             "lr": [config.optimizer.lr] * 3,
             "train_loss": [2.0, 1.0, 0.5],
-            **(curve or evaluations),
+            **(curve or {watched.name: [0.5 * value, 0.9 * value, value]}),
         },
         final={} if diverged else final or {metric.name: value},
         cost={"exclusive": exclusive, "step_ms": step_ms, "peak_mib": 100.0, "parameters": 10},
         selection=selection,
-        provenance=[
-            {
-                "command": f"adahessian train {task} {optimizer}",
-                "commit": "abc",
-                "date": date,
-                "hardware": {"processor": "a processor", "cores": 1, "threads": 1, "accelerator": hardware},
-                "versions": {"torch": "2"},
-            }
-        ],
+        provenance=[{**origin, "date": date, "hardware": {**hardware, "accelerator": "NVIDIA H200"}}],
     )
 
 
 def with_options(config, options):
-    parts = {part: getattr(config, part) for part in ("task", "optimizer", "schedule")}
-    for name, part in parts.items():
-        own = {key: options[key] for key in options if key in {option.name for option in fields(part)}}
-        parts[name] = replace(part, **own)
-    known = {option.name for option in fields(config)}
-    return replace(config, **parts, **{key: options[key] for key in options if key in known})
+    """A config with options of its task, optimizer or schedule, or of its own."""
+
+    def changed(part):
+        return replace(part, **{each.name: options[each.name] for each in fields(part) if each.name in options})
+
+    return replace(
+        changed(config), **{name: changed(getattr(config, name)) for name in ("task", "optimizer", "schedule")}
+    )
 
 
 def write(folder, *runs):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.resources import files
+from unittest.mock import Mock
 
 import pytest
 from runs import typed
@@ -13,7 +14,7 @@ from runs import typed
 from adahessian.lab import command
 from adahessian.lab.commands.train import parse_runs, train_line
 from adahessian.lab.configs import PRESETS
-from adahessian.lab.errors import ConfigError, StoppedError
+from adahessian.lab.errors import StoppedError
 
 HEAVY = {"torch", "pandas", "matplotlib", "sklearn", "scipy", "transformers"}
 
@@ -36,15 +37,14 @@ def test_help_imports_little(words):
     assert done.stdout
 
 
-def test_every_command_has_help(capsys):
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_has_help(name, capsys):
     command.main([])
-    listed = capsys.readouterr().out
-    for name in command.COMMANDS:
-        assert name in listed
-        with pytest.raises(SystemExit) as done:
-            command.main([name, "--help"])
-        assert not done.value.code
-        assert f"adahessian {name}" in capsys.readouterr().out
+    assert f"  {name} " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as done:
+        command.main([name, "--help"])
+    assert not done.value.code
+    assert f"adahessian {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_command_has_help(capsys):
         ("train", "cifar10-resnet20"),
         ("train --epochs 2", "digits"),
         ("train cifar10-resnet-20", "cifar10-resnet20"),
-        ("train digits adam-w", "adamw"),
+        ("train digits sdg", "sgd"),
         ("train criteo-dlrm adam", "adagrad"),
         ("train digits sgd --lrr 3", "--lr"),
         ("train digits sgd --num-probes 4", "--num-probes"),
@@ -79,10 +79,7 @@ def test_errors_name_the_argument_and_the_remedy(words, named, capsys, tmp_path)
 
 @pytest.mark.parametrize(("module", "extra"), [("tyro", "lab"), ("rich", "lab"), ("pytorch_optimizer", "peers")])
 def test_a_missing_package_is_named_with_its_extra(module, extra, monkeypatch, capsys):
-    def missing(name):
-        raise ModuleNotFoundError(name=module)
-
-    monkeypatch.setattr(command, "import_module", missing)
+    monkeypatch.setattr(command, "import_module", Mock(side_effect=ModuleNotFoundError(name=module)))
     printed = fail(capsys, "train")
     assert module in printed
     assert f'pip install "adahessian[{extra}]"' in printed
@@ -94,27 +91,19 @@ def test_a_missing_module_of_the_package_is_a_bug(monkeypatch):
         command.main(["tasks"])
 
 
-def run_instead(monkeypatch, function):
-    module = type("Module", (), {"main": staticmethod(lambda argv: function())})
-    monkeypatch.setattr(command, "import_module", lambda name: module)
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [(KeyboardInterrupt(), 130), (StoppedError("", planned=True), 0), (StoppedError("", planned=False), 130)],
 )
 def test_interrupts_are_not_tracebacks(error, status, monkeypatch):
-    def interrupted():
-        raise error
-
-    run_instead(monkeypatch, interrupted)
+    monkeypatch.setattr(command, "_run", Mock(side_effect=error))
     with pytest.raises(SystemExit) as stopped:
         command.main(["train"])
     assert stopped.value.code == status
 
 
 def test_messages_of_the_library_go_to_standard_error(monkeypatch, capsys):
-    run_instead(monkeypatch, lambda: logging.getLogger("adahessian").info("compiling"))
+    monkeypatch.setattr(command, "_run", lambda words: logging.getLogger("adahessian").info("compiling"))
     command.main(["train"])
     logging.getLogger("adahessian").info("after the command")
     assert capsys.readouterr().err == "adahessian: compiling\n"
@@ -200,8 +189,3 @@ def test_all_tasks_are_listed_and_the_papers_numbers_shown(capsys):
     row = next(row for row in rows if row["task"] == "cifar10-resnet20")
     command.main(["tasks", "cifar10-resnet20"])
     assert f"{row['mean']} ± {row['std']}" in capsys.readouterr().out
-
-
-def test_unknown_names_are_config_errors():
-    with pytest.raises(ConfigError, match="sgd"):
-        parse_runs(["digits", "sdg"], "adahessian train")

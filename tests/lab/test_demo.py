@@ -18,7 +18,6 @@ def test_the_demo_trains_both_tasks_and_writes_its_figures(tmp_path, capsys, mon
     assert len([*(tmp_path / "runs").rglob("*.json")]) == 4 * 2 + 3
 
 
-@pytest.mark.parametrize("option", ["seeds", "epochs", "steps"])
-def test_options_out_of_range_are_rejected(option, tmp_path):
-    with pytest.raises(ConfigError, match=option):
-        demo_module.main([f"--{option}", "0", "--output", str(tmp_path)])
+def test_options_out_of_range_are_rejected():
+    with pytest.raises(ConfigError, match="--seeds 0"):
+        demo_module.main(["--seeds", "0"])

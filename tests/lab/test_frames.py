@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_runs import H200, make_run, rows_of, write
+from made_up_runs import make_run, rows_of, write
 from scipy.stats import ttest_ind
 
 from adahessian.lab.errors import RunFileError
@@ -58,25 +58,18 @@ def test_other_metrics_are_summarized_by_name(tmp_path):
     assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0]
 
 
-def test_families_and_recipes(tmp_path):
+def test_rows_tell_runs_apart(tmp_path):
     options = {"weight_decay": 0.01, "epochs": 16, "decay_epochs": (8, 12)}
-    (row,) = rows_of(tmp_path, make_run("adamw", lr=0.02, **options)).to_dict("records")
+    trial = make_run(holdout=100, exclusive=False, final={"test_accuracy": 80.0})
+    runs = rows_of(tmp_path, make_run("adamw", lr=0.02, step_ms=5.0, **options), trial).set_index("optimizer")
+    row = runs.loc["adamw"]
     assert row["label"] == "adamw lr=0.02 weight-decay=0.01 decay-epochs=8+12 epochs=16"
     assert row["family"] == "adamw lr=0.02 weight-decay=0.01"
     assert row["recipe"] == "adamw decay-epochs=8+12 epochs=16"
     assert row["length"] == "16 epochs"
-
-
-def test_trials_held_out_examples(tmp_path):
-    runs = rows_of(tmp_path, make_run(holdout=100, final={"test_accuracy": 80.0}), make_run())
-    assert runs.set_index("label").is_trial.to_dict() == {"sgd holdout=100": True, "sgd": False}
-
-
-def test_times_of_shared_devices_are_left_out(tmp_path):
-    runs = rows_of(tmp_path, make_run(exclusive=False), make_run("adam", step_ms=5.0))
-    times = runs.set_index("optimizer").step_ms
-    assert math.isnan(times["sgd"])
-    assert times["adam"] == 5.0
+    assert runs.is_trial.to_dict() == {"adamw": False, "sgd": True}
+    assert runs.step_ms["adamw"] == 5.0
+    assert math.isnan(runs.step_ms["sgd"])  # its device was shared
 
 
 def test_curves_have_a_row_per_evaluation(tmp_path):
@@ -98,16 +91,6 @@ def test_damaged_files_and_unknown_tasks(tmp_path):
     for name in ("broken", "lacking", "other", "absent"):
         with pytest.raises(RunFileError, match=name):
             frames.runs([tmp_path / f"{name}.json"])
-
-
-def test_rows_of_benchmarks_know_their_file(tmp_path):
-    write(tmp_path, make_run())
-    provenance = [{"command": "bench", "commit": "abc", "hardware": {"accelerator": H200}}]
-    rows = [{"label": "sgd", "step_ms": 3.0}, {"label": "adamw", "step_ms": 4.0}]
-    (tmp_path / "bench.json").write_text(json.dumps({"schema": 2, "rows": rows, "provenance": provenance}))
-    bench = frames.bench([tmp_path])
-    assert bench.step_ms.tolist() == [3.0, 4.0]
-    assert bench[["file", "hardware", "commit"]].drop_duplicates().values.tolist() == [["bench.json", H200, "abc"]]
 
 
 def test_difference_is_welchs():

@@ -25,7 +25,6 @@ from adahessian.lab.results.run_file import RunFiles
 from adahessian.lab.training.interrupts import Interrupts
 
 _RESERVED = ("output", "resume", "overwrite", "exclusive", "stop_after_epochs", "stop_after_steps")
-_STOPPED = (-signal.SIGTERM, 130)  # exit statuses of a run that was asked to stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +43,13 @@ class _Job:
 
     def __init__(self, run: Run, arguments: Sequence[str], precision: str, output: Path) -> None:
         self.run, self.arguments, self.precision = run, arguments, precision
+        self.name = f"{run.task}: {run.label}, seed {run.seed}"
+        self.kind = (run.task, run.optimizer, run.config.epochs, run.config.steps)  # what decides its duration
         self.result = RunFiles(output=output, task=run.task, label=run.label, seed=run.seed).result
         self.log = self.result.with_suffix(".log")
-        # What the duration of a run depends on most.
-        self.kind = (run.task, run.optimizer, run.config.epochs, run.config.steps)
-
-    def __str__(self) -> str:
-        return f"{self.run.task}: {self.run.label}, seed {self.run.seed}"
 
     def start(self, at_once: int) -> None:
+        """Start the process. Without OMP_NUM_THREADS, several processes share the cores."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "adahessian", "train", *self.arguments]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
@@ -62,17 +59,13 @@ class _Job:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=threads | os.environ
             )
 
-    def report(self) -> str:
-        """Return how the run ended, and delete its log unless it failed."""
+    def end(self) -> tuple[str, bool]:
+        """Return how the run ended and whether it failed. Delete its log unless it failed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if self.failed:
-            return "\n          ".join([f"failed    {self}", *lines[-8:], f"Log: {self.log}"])
+        if self.process.returncode not in (0, -signal.SIGTERM, 130):  # the last two were asked to stop
+            return "\n          ".join([f"failed    {self.name}", *lines[-8:], f"Log: {self.log}"]), True
         self.log.unlink()
-        return f"finished  {lines[-1]}" if self.process.returncode == 0 else f"stopped   {self}"
-
-    @property
-    def failed(self) -> bool:
-        return self.process.returncode not in (0, *_STOPPED)
+        return f"stopped   {self.name}" if self.process.returncode else f"finished  {lines[-1]}", False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -114,7 +107,7 @@ def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Co
                 can_finish = expected > limit or time.monotonic() + expected < until
                 if can_finish and len(running) < queue.at_once:
                     waiting.remove(job)
-                    console.print(f"started   {job}")
+                    console.print(f"started   {job.name}")
                     job.start(queue.at_once)
                     running.append(job)
             if not running:
@@ -123,8 +116,9 @@ def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Co
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
                 seconds[job.kind] = max(time.monotonic() - job.started, seconds.get(job.kind, 0.0))
-                failed += job.failed
-                console.print(job.report())
+                how, has_failed = job.end()
+                failed += has_failed
+                console.print(how)
     finally:  # whatever happens, no process stays behind
         for job in running:
             job.process.terminate()

@@ -70,7 +70,7 @@ def print_tables(runs: pd.DataFrame) -> None:
         rows = tables.task_table(own)
         rows = rows[[name for name in (*_WORDS, frames.metric_of(own).title, *_NUMBERS) if name in rows]]
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in rows:
+        for column in map(str, rows):
             table.add_column(column, justify="left" if column in _WORDS else "right", no_wrap=column not in _WORDS)
         for row in rows.to_numpy():
             table.add_row(*row)

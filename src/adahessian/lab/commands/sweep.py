@@ -35,7 +35,6 @@ class Sweep:
 
     trials: int = 5  # Trials per optimizer. The first one has the given settings.
     final_seeds: tuple[int, ...] = ()  # Then train the selected settings on all training data, with these seeds.
-    final_budgets: tuple[float, ...] = (1.0,)  # Lengths of these runs, as multiples of the trials' length.
     lr_factors: tuple[float, ...] = ()  # Instead of trials: multiples of the learning rate, such as 0.5 1 2.
     vary: tuple[str, ...] = ()  # Instead of trials: an option and its values, such as block-size 64 256.
 
@@ -45,7 +44,15 @@ def main(argv: Sequence[str]) -> None:
     names = [*takewhile(lambda word: not word.startswith("-"), argv)]
     arguments: Any = argv[len(names) :]
     sweep, options = tyro.cli(Sweep, args=arguments, prog=f"{PROG} TASK OPTIMIZER ...", return_unknown_args=True)
-    _check(sweep, names)
+    if len(names) < 2:
+        raise ConfigError(f"A task and at least one optimizer are needed. Run: {PROG} TASK OPTIMIZER ...")
+    at_least(1, trials=sweep.trials)
+    for factor in sweep.lr_factors:
+        positive(lr_factors=factor)
+    if len(sweep.vary) == 1:
+        raise ConfigError(f"--vary {sweep.vary[0]} has no values. Pass an option and its values.")
+    if bool(sweep.vary) + bool(sweep.lr_factors) + bool(sweep.final_seeds) > 1:
+        raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
     commands = [[names[0], optimizer, *options] for optimizer in dict.fromkeys(names[1:])]
     parsed = [parse_runs(command, PROG) for command in commands]
     for run in (runs[0] for runs, _ in parsed):
@@ -65,34 +72,10 @@ def main(argv: Sequence[str]) -> None:
     console.print(_table(results, parsed[0][0][0].config.task.metric))
 
 
-def _check(sweep: Sweep, names: Sequence[str]) -> None:
-    if len(names) < 2:
-        raise ConfigError(f"A task and at least one optimizer are needed. Run: {PROG} TASK OPTIMIZER ...")
-    at_least(1, trials=sweep.trials)
-    for name in ("lr_factors", "final_budgets"):
-        for factor in getattr(sweep, name):
-            positive(**{name: factor})
-    if len(sweep.vary) == 1:
-        raise ConfigError(f"--vary {sweep.vary[0]} has no values. Pass an option and its values.")
-    if bool(sweep.vary) + bool(sweep.lr_factors) + bool(sweep.final_seeds) > 1:
-        raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
-
-
 def _with(run: Run, config: RunConfig) -> Run:
     """Return a run of another config, named by it."""
     preset = find_preset(run.task).config(run.optimizer)
     return replace(run, config=config, label=label(run.optimizer, config, preset))
-
-
-def _scaled(config: RunConfig, budget: float) -> RunConfig:
-    """Return a config of another length. Epochs and steps are rounded."""
-
-    def scale(length: int) -> int:
-        return max(1, round(length * budget))
-
-    schedule = replace(config.schedule, decay_epochs=tuple(map(scale, config.schedule.decay_epochs)))
-    steps = config.steps and scale(config.steps)
-    return replace(config, epochs=scale(config.epochs), steps=steps, schedule=schedule)
 
 
 def _trials(runs: Sequence[Run], count: int) -> Iterator[list[Run]]:
@@ -138,9 +121,7 @@ def _tune(settings: Sequence[Sequence[list[Run]]], sweep: Sweep, session: Sessio
             run = _with(run, replace(run.config, task=replace(run.config.task, holdout=own)))
         console.print(f"{run.optimizer}: {shown(metric, {metric.name: best})}, the best of {len(trials)} trials")
         console.print(f"  {train_line(run)}")
-        for budget in sweep.final_budgets:
-            final = _with(run, _scaled(run.config, budget))
-            finals.append([replace(final, seed=seed) for seed in sweep.final_seeds])
+        finals.append([replace(run, seed=seed) for seed in sweep.final_seeds])
     if sweep.final_seeds and finals:
         selection = {"trials": sweep.trials, "selected_on": metric.name}
         console.print(_table([_train(runs, session, console, selection) for runs in finals], task.metric))

@@ -27,22 +27,12 @@ _BASELINES = ("sgd", "adam", "adamw")
 ORDER = (*_BASELINES, *(name for name in reversed(OPTIMIZERS) if name not in _BASELINES))
 """Optimizers in the order of tables."""
 
-_SHORT = {
-    "curvature-every=": "every=",
-    "curvature-warmup=": "warmup=",
-    "batch-fraction=": "fraction=",
-    "weight-decay=": "wd=",
-    "product-dtype=bfloat16": "bf16",
-    "=True": "",
-}
-
 
 def runs(paths: Sequence[Path], warn: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
     """Read runs: one row per run, and only the latest of runs that differ in nothing but their dates.
 
-    A run that diverged has the status ``"diverged"`` and no value. ``step_ms`` is missing unless the run had its device
-    to itself. ``family`` is the label without the length of training, ``recipe`` the label without its learning rate.
-    ``is_trial`` marks runs that held out training examples. Damaged files and unknown tasks are reported to ``warn``.
+    Runs that diverged have no value, and runs that shared their device no ``step_ms``. ``family`` is the label without
+    the length of training, ``recipe`` the label without the learning rate. ``is_trial`` marks runs that held out data.
     """
     rows = []
     for file, run in find_runs(paths, warn):
@@ -77,10 +67,7 @@ def bench(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def summarize(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
-    """Return mean, standard deviation and number of runs, one row per group of runs that differ in their seeds.
-
-    ``metric`` is a number of the final weights, or a column of ``runs``. None takes the task's metric.
-    """
+    """Return statistics of a column or of a final metric (default: the task's), a row per group of seeds."""
     if metric in runs:
         runs = runs.assign(value=runs[metric])
     elif metric is not None:
@@ -120,10 +107,7 @@ def shown_in(figure: str, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def leading(rows: pd.DataFrame, column: str, *, most: int, per_optimizer: int | None = None) -> dict[str, str]:
-    """Return the labels to show and their optimizers: those with the fewest options and the most rows.
-
-    At most ``most`` labels are shown, of which at most ``per_optimizer`` have the same optimizer.
-    """
+    """Return the labels to show and their optimizers: those with the fewest options and the most rows."""
     found = rows.groupby(column)["optimizer"].agg(["first", "size"])
     ranked = found.loc[sorted(found.index, key=lambda name: (" " in name, -found["size"][name], len(name)))]
     chosen: dict[Any, str] = ranked.groupby("first").head(per_optimizer or most)["first"].head(most).to_dict()
@@ -133,9 +117,8 @@ def leading(rows: pd.DataFrame, column: str, *, most: int, per_optimizer: int | 
 def race_points(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the means of complete runs by family and length, for the families of one task with several lengths.
 
-    There are at most two families per optimizer. The column ``budget`` is the time of training in seconds: steps times
-    the family's time per step, which is measured in its exclusive runs. It is the number of steps if a family has none,
-    or if these runs had different hardware. The attribute ``attrs["unit"]`` says which.
+    The column ``budget`` is the time of training: steps times the time per step of the family's exclusive runs. It is
+    the number of steps if a family has none, or if these runs had different hardware. ``attrs["unit"]`` says which.
     """
     racing = shown_in("race", most_seeds(runs))
     racing = racing[racing.family.isin(leading(racing, "family", most=10, per_optimizer=2))]
@@ -149,10 +132,7 @@ def race_points(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def budget_for(points: pd.DataFrame, target: float, *, higher_is_better: bool = True) -> float:
-    """Return the budget at which a family reaches a target, NaN if it never does.
-
-    Budgets between two of the family's :func:`race_points` are interpolated on a logarithmic scale.
-    """
+    """Return the budget at which a family's points reach a target, by log-linear interpolation. NaN: never."""
     sign = 1.0 if higher_is_better else -1.0
     reached = np.maximum.accumulate((sign * points["mean"]).fillna(-math.inf).to_numpy(dtype=float))
     end = int(np.searchsorted(reached, sign * target))
@@ -174,9 +154,8 @@ def title(label: str) -> str:
     """Return a label as tables and figures show it: ``"AdaHessian every=10 bf16"``."""
     optimizer, *options = label.split(" ", 1)
     text = " ".join([OPTIMIZERS[optimizer].title if optimizer in OPTIMIZERS else optimizer, *options])
-    for long, short in _SHORT.items():
-        text = text.replace(long, short)
-    return text
+    text = text.replace("product-dtype=bfloat16", "bf16").replace("weight-decay=", "wd=").replace("=True", "")
+    return re.sub("(curvature|batch)-(every|warmup|fraction)=", r"\2=", text)
 
 
 def metric_of(runs: pd.DataFrame) -> Metric:
@@ -208,12 +187,10 @@ def _row(run: RunResult) -> dict[str, Any]:
     compiled = ", compiled" if conditions["compiled"] else ""
     processes = f", {conditions['processes']} processes" if conditions.get("processes", 1) > 1 else ""
     steps, epochs = run.config["steps"], run.config["epochs"]
+    stored = ("task", "optimizer", "label", "seed", "curve", "final", "selection", "provenance")
     return {
-        "task": run.task,
-        "label": run.label,
+        **{name: getattr(run, name) for name in stored},
         "conditions": f"{conditions['device']}, {conditions['precision']}{compiled}{processes}",
-        "optimizer": run.optimizer,
-        "seed": run.seed,
         "status": "finished" if is_finished else "diverged",
         "watched": watched.name,
         "value": value if is_finished else math.nan,
@@ -229,9 +206,5 @@ def _row(run: RunResult) -> dict[str, Any]:
         "family": re.sub(r" (epochs|steps|decay-epochs|eval-every)=\S+", "", run.label),
         "recipe": re.sub(r" (lr|weight-decay)=\S+", "", run.label),
         "hardware": hardware(run.provenance[0]),
-        "date": str(run.provenance[-1]["date"]),
-        "curve": run.curve,
-        "final": run.final,
-        "selection": run.selection,
-        "provenance": run.provenance,
+        "date": run.provenance[-1]["date"],
     }

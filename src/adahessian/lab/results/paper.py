@@ -10,26 +10,19 @@ from typing import Any
 import pandas as pd
 
 from adahessian.lab.configs import PRESETS
-from adahessian.lab.results.frames import summarize
+from adahessian.lab.results.frames import most_seeds, summarize
 
 _STEP_TIME = "step_ms / "
 
 
 def paper_numbers() -> pd.DataFrame:
-    """Return every number of the paper, one row each.
-
-    ``override`` holds what differs from the preset, as labels write it. ``seeds`` is the number of runs behind the
-    mean. It is 0 for numbers that no run of ours can reproduce, such as averages over tasks.
-    """
+    """Return every number of the paper, one row each. ``seeds`` is 0 where no run of ours can reproduce it."""
     numbers = pd.read_csv(Path(__file__).with_name("paper_numbers.csv")).fillna({"override": ""})
     return numbers.assign(label=(numbers.optimizer + " " + numbers.override).str.strip())
 
 
 def beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's numbers with ours: the columns ours, ours_std, n, diverged and best.
-
-    ``best`` is the mean over seeds of the best evaluation, which the authors' script for CIFAR-10 reports.
-    """
+    """Return the paper's numbers with ours. ``best`` is what the authors' script reports: the best evaluation."""
     numbers = paper_numbers()
     return numbers.join(pd.DataFrame([_ours(row, runs) for row in numbers.to_dict("records")]))
 
@@ -56,7 +49,6 @@ def _ours(row: dict[Any, Any], runs: pd.DataFrame) -> dict[str, Any]:
     if row["metric"].startswith(_STEP_TIME):
         base = runs[runs.label == row["metric"].removeprefix(_STEP_TIME)]
         return {**nothing, "ours": own.step_ms.median() / base.step_ms.median(), "n": int(own.step_ms.count())}
-    # Of runs under several conditions, those with the most seeds.
-    group = summarize(own, row["metric"]).sort_values("n", kind="stable").iloc[-1]
+    group = summarize(most_seeds(own), row["metric"]).iloc[0]
     best = group["best"] if own.watched.iloc[0] == row["metric"] else math.nan
     return {**group[["n", "diverged"]], "ours": group["mean"], "ours_std": group["std"], "best": best}

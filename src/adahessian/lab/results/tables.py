@@ -161,10 +161,7 @@ def _grid(runs: pd.DataFrame, rows: str, columns: str, title: str) -> pd.DataFra
 
 
 def variants(runs: pd.DataFrame, labels: Mapping[str, str], lengths: Mapping[str, str]) -> pd.DataFrame:
-    """Return a row per setting of one task: its result by length, and its training loss at the first one.
-
-    ``labels`` and ``lengths`` map titles to labels and to options, such as ``{"16 epochs": "epochs=16"}``.
-    """
+    """Return a row per label of one task: its result by length (title: options), and its first training loss."""
     rows = []
     for title, label in labels.items():
         found = {name: runs[runs.label == f"{label} {options}".strip()] for name, options in lengths.items()}
@@ -189,19 +186,17 @@ def benches(bench: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield title and table of each benchmark: time per step, memory and state of every optimizer in each workload."""
     if bench.empty:
         return
-    costs = (
-        ("step_ms", "ms", 2),
-        ("ratio", "ratio", 2),
-        ("peak_mib", "MiB", 0),
-        ("state_bytes_per_parameter", "state", 1),
-    )
+    costs = {"step_ms": ("ms", 2), "ratio": ("ratio", 2), "peak_mib": ("MiB", 0)}
+    costs["state_bytes_per_parameter"] = ("state", 1)
     bench = bench[(bench.label != "baseline") & bench.step_ms.notna()].fillna({"mode": "update alone"})
     for (file, mode, hardware), own in bench.groupby(["file", "mode", "hardware"], sort=False):
         rows: dict[str, dict[str, str]] = {}
         for row in own.to_dict("records"):
             step = row.get("step", mode)
             name = row["label"] if step == mode or not isinstance(step, str) else f"{row['label']} ({step})"
-            cells = {f"{row['workload']}: {unit}": number(row.get(key), digits) for key, unit, digits in costs}
+            cells = {
+                f"{row['workload']}: {unit}": number(row.get(key), digits) for key, (unit, digits) in costs.items()
+            }
             rows.setdefault(name, {"setting": name}).update(cells)
         yield f"{mode}, {hardware} ({file})", _present(list(rows.values()))
 
