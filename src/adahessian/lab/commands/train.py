@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +48,19 @@ def main(argv: Sequence[str]) -> None:
 
 def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
     """Return one run per seed, and the session, from ``[TASK, OPTIMIZER, --options...]``."""
-    words = [*argv]
+    names = [*takewhile(lambda word: not word.startswith("-"), argv[:2])]
     usage = f"Usage: {prog} TASK [OPTIMIZER] [--options]\n\nTasks: {', '.join(PRESETS)}.\n"
     usage += f"Optimizers: {', '.join(OPTIMIZERS)}.\n\n{prog} TASK OPTIMIZER --help lists the options."
-    if words[:1] in (["-h"], ["--help"]):
+    if not names and argv and argv[0] in ("-h", "--help"):
         print(usage)
-        raise SystemExit(0)
-    if not words or words[0].startswith("-"):
+        raise SystemExit
+    if not names:
         raise ConfigError(f"The name of a task comes first.\n{usage}")
-    preset = find_preset(words.pop(0))
-    optimizer = words.pop(0) if words and not words[0].startswith("-") else "adahessian-kron"
+    preset, optimizer = find_preset(names[0]), names[1] if len(names) > 1 else "adahessian-kron"
     default = Train(config=preset.config(optimizer), session=Session())
     parsed: Train = tyro.cli(
         Train,
-        args=words,
+        args=argv[len(names) :],
         default=default,
         prog=f"{prog} {preset.name} {optimizer}",
         config=(tyro.conf.AvoidSubcommands, tyro.conf.OmitArgPrefixes),
@@ -202,6 +203,5 @@ def _own_folder(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 if {path.name for path in folder.iterdir()} <= {".lock"}:
-                    (folder / ".lock").unlink(missing_ok=True)
-                    folder.rmdir()
+                    shutil.rmtree(folder)
                     folder.parent.rmdir()

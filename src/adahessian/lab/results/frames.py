@@ -98,19 +98,20 @@ def difference(values: pd.Series[float], baseline: pd.Series[float]) -> tuple[fl
 
 
 def shown_in(figure: str, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs that a figure shows: families of several lengths, recipes of three learning rates, or all."""
+    """Return the runs of a figure: families of several lengths, recipes of three learning rates, or the main length."""
     if figure == "race":
         return runs[runs.groupby("family")["label"].transform("nunique") > 1]
     if figure == "lr":
         return runs[runs.groupby("recipe")["lr"].transform("nunique") > 2]
-    return runs[runs["step_ms" if figure == "cost" else "value"].notna()]
+    main: pd.DataFrame = runs[runs.length == runs.length.mode()[0]]
+    return main.dropna(subset=["step_ms", "value"] if figure == "cost" else ["value"])
 
 
-def leading(rows: pd.DataFrame, column: str, *, most: int, per_optimizer: int | None = None) -> dict[str, str]:
+def leading(rows: pd.DataFrame, column: str, *, most: int, per_optimizer: int) -> dict[str, str]:
     """Return the labels to show and their optimizers: those with the fewest options and the most rows."""
     found = rows.groupby(column)["optimizer"].agg(["first", "size"])
     ranked = found.loc[sorted(found.index, key=lambda name: (" " in name, -found["size"][name], len(name)))]
-    chosen: dict[Any, str] = ranked.groupby("first").head(per_optimizer or most)["first"].head(most).to_dict()
+    chosen: dict[Any, str] = ranked.groupby("first").head(per_optimizer)["first"].head(most).to_dict()
     return dict(sorted(chosen.items(), key=lambda item: (ORDER.index(item[1]), len(item[0]))))
 
 

@@ -18,10 +18,8 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullFormatt
 
 from adahessian.lab.configs.run import Metric
 from adahessian.lab.paper_figures.style import STYLE
-from adahessian.lab.results.frames import leading, race_points, short_labels, shown_in
+from adahessian.lab.results.frames import leading, race_points, short_labels, shown_in, summarize
 from adahessian.lab.results.frames import title as title_of
-
-MOST_LINES, MOST_ROWS = 8, 14
 
 # Okabe and Ito's colors, which people with any kind of color vision can tell apart, and grays.
 COLORS = {
@@ -49,10 +47,7 @@ def _styled() -> Iterator[None]:
 
 @_styled()
 def race(runs: pd.DataFrame, metric: Metric, title: str = "Result by budget") -> Figure:
-    """Draw the final metric against the budget: each point is the mean of complete runs with their own schedules.
-
-    The runs are of one task. Error bars are standard deviations over seeds. ``frames.race_points`` defines the budget.
-    """
+    """Draw the final metric of complete runs against their budget: means and standard deviations over seeds."""
     points = race_points(runs)
     unit = {"seconds": "time of training, seconds", "steps": "steps"}[points.attrs["unit"]]
     figure, axes = _axes(title, xlabel=f"{unit} (each point: complete runs)", ylabel=metric.title)
@@ -87,12 +82,9 @@ def lr_sensitivity(runs: pd.DataFrame, metric: Metric, title: str = "Result by l
 
 
 @_styled()
-def cost_against_quality(summary: pd.DataFrame, metric: Metric, title: str = "Cost and quality") -> Figure:
-    """Draw the final metric against the time per step, one dot per setting, with its name.
-
-    ``summary`` has the rows of ``frames.summarize`` of one task. Times are relative to AdamW or else to the fastest.
-    """
-    timed = summary.dropna(subset=["step_ms", "mean"])
+def cost_against_quality(runs: pd.DataFrame, metric: Metric, title: str = "Cost and quality") -> Figure:
+    """Draw the final metric against the time per step relative to AdamW (else to the fastest), one dot per setting."""
+    timed = summarize(shown_in("cost", runs))
     units = timed.loc[timed.label == "adamw", "step_ms"]
     unit, name = (units.iloc[0], "AdamW") if len(units) else (timed.step_ms.min(), "the fastest")
     figure, axes = _axes(title, xlabel=f"time per step, relative to {name}", ylabel=metric.title)
@@ -108,8 +100,8 @@ def cost_against_quality(summary: pd.DataFrame, metric: Metric, title: str = "Co
 @_styled()
 def every_seed(runs: pd.DataFrame, metric: Metric, title: str = "Every seed") -> Figure:
     """Draw the final metric of every run as a dot, one row per label, with a bar at the mean."""
-    finished = runs.dropna(subset=["value"])
-    looks = _looks(finished, "label", most=MOST_ROWS)
+    finished = shown_in("seeds", runs)
+    looks = _looks(finished, "label", most=14, of_each=14)
     figure, axes = _axes(title, xlabel=metric.title, height=0.8 + 0.34 * len(looks))
     for row, (label, look) in enumerate(looks.items()):
         values = finished[finished.label == label].value
@@ -126,13 +118,10 @@ def every_seed(runs: pd.DataFrame, metric: Metric, title: str = "Every seed") ->
 
 @_styled()
 def curves(rows: pd.DataFrame, column: str, title: str, *, metric: Metric | None = None) -> Figure:
-    """Draw a column of the curves of one task: the mean over seeds, and the range of the seeds.
-
-    If the column is a ``metric``, the scale leaves out the worst fifth of all values. It is logarithmic for losses.
-    """
+    """Draw mean and range of the seeds. The worst fifth of a ``metric`` is off the scale. Losses are logarithmic."""
     x = "epoch" if rows.epoch.max() > 1 else "step"
     figure, axes = _axes(title, xlabel=x, ylabel=title)
-    for label, look in _looks(rows, "label", most=6, per_optimizer=2).items():
+    for label, look in _looks(rows, "label", most=6, of_each=2).items():
         own = rows[rows.label == label].groupby(x)[column].agg(["mean", "min", "max"])
         axes.plot(own.index, own["mean"], **{**look, "marker": "", "linewidth": 1.3})
         axes.fill_between(own.index, own["min"], own["max"], color=look["color"], alpha=0.15, linewidth=0)
@@ -164,9 +153,9 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def _looks(rows: pd.DataFrame, column: str, **limits: int) -> dict[str, dict[str, Any]]:
+def _looks(rows: pd.DataFrame, column: str, *, most: int = 8, of_each: int = 8) -> dict[str, dict[str, Any]]:
     """Return color, marker, line and short name of the leading labels. The color is the optimizer's."""
-    chosen = leading(rows, column, **{"most": MOST_LINES, **limits})
+    chosen = leading(rows, column, most=most, per_optimizer=of_each)
     names, optimizers = short_labels(chosen), list(chosen.values())
     return {
         label: {

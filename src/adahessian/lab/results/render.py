@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import RunFileError
 from adahessian.lab.results import frames, plots, tables
 
-DRAWN: dict[str, Callable[[pd.DataFrame, Metric, str], Figure]] = {
-    "race": plots.race,
-    "lr": plots.lr_sensitivity,
-    "cost": lambda runs, *names: plots.cost_against_quality(frames.summarize(_main(runs)), *names),
-    "seeds": lambda runs, *names: plots.every_seed(_main(runs), *names),
-}
+DRAWN = {"race": plots.race, "lr": plots.lr_sensitivity, "cost": plots.cost_against_quality, "seeds": plots.every_seed}
 """Figures of the runs of one task."""
 
 
@@ -56,11 +50,7 @@ def page(runs: pd.DataFrame, bench: pd.DataFrame) -> str:
 
 
 def markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: Path) -> tuple[str, dict[Path, Figure]]:
-    """Return RESULTS.md, whose template writes every number as an expression, and its figures by file.
-
-    ``folder`` is the folder of figures, relative to the Markdown file. A template that is missing, has an error, or
-    names runs that do not exist raises RunFileError.
-    """
+    """Return RESULTS.md, whose template writes every number as an expression, and the figures that go to a folder."""
     runs, figures = runs[~runs.is_trial], dict[Path, Figure]()
 
     def of(task: str) -> pd.DataFrame:
@@ -100,7 +90,7 @@ def markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: Pa
 
 def _figures(runs: pd.DataFrame) -> Iterator[Figure]:
     """Yield every seed, and the curves of the watched metric and of the loss."""
-    if runs.value.notna().any():
+    if len(frames.shown_in("seeds", runs)):
         yield plots.every_seed(runs, frames.metric_of(runs))
     rows = frames.curves(runs)
     watched = frames.task_config(runs.task.iloc[0], {"holdout": int(runs.is_trial.any())}).validation_metric
@@ -124,12 +114,6 @@ def _as_markdown(value: Any) -> Any:
         return value
     align = ["left" if column in ("task", "setting", "table", "metric") else "right" for column in value]
     return tabulate(value.to_dict("list"), headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
-
-
-def _main(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of the length that most of them have."""
-    main: pd.DataFrame = runs[runs.length == runs.length.mode()[0]]
-    return main
 
 
 def _environment(folder: Path, **options: Any) -> jinja2.Environment:

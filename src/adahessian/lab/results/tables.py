@@ -93,8 +93,8 @@ def comparison(runs: pd.DataFrame, choices: Choices) -> pd.DataFrame:
     """Return the main table: a row per task, a column per optimizer. An asterisk marks settings of ``choices``."""
     rows = []
     for title, choice, found in compared(runs, choices):
-        texts = {name: result(each) + "*" * (choice.get(name) in set(each.label)) for name, each in found.items()}
-        rows.append({"task": title, **{OPTIMIZERS[name].title: text for name, text in texts.items()}})
+        cells = {name: result(each) + "*" * (choice.get(name) in set(each.label)) for name, each in found.items()}
+        rows.append({"task": title, **cells})
     return _present(rows)
 
 
@@ -105,10 +105,15 @@ def differences(runs: pd.DataFrame, choices: Choices, baseline: str = "adamw") -
         several = {name: each for name, each in found.items() if each.value.count() > 1}
         base = several.pop(baseline, runs[:0])
         if len(base) and several:
-            rows.append(
-                {"task": title, **{OPTIMIZERS[name].title: interval(each, base) for name, each in several.items()}}
-            )
+            rows.append({"task": title, **{name: interval(each, base) for name, each in several.items()}})
     return _present(rows)
+
+
+def verdicts(runs: pd.DataFrame, optimizer: str, baseline: str, choices: Choices) -> Iterator[str]:
+    """Yield title and :func:`verdict` for each row of :func:`comparison` that has both optimizers."""
+    for title, _, found in compared(runs, choices):
+        if len(own := found.get(optimizer, runs[:0])) and len(base := found.get(baseline, runs[:0])):
+            yield f"{title}: {verdict(own, base)}"
 
 
 def interval(runs: pd.DataFrame, baseline: pd.DataFrame) -> str:
@@ -124,14 +129,6 @@ def verdict(runs: pd.DataFrame, baseline: pd.DataFrame) -> str:
     better, worse = ("better", "worse") if frames.metric_of(runs).higher_is_better else ("worse", "better")
     text = better if low > 0 else worse if high < 0 else "no significant difference"
     return f"{interval(runs, baseline)}, {'too few runs' if math.isnan(low) else text}"
-
-
-def verdicts(runs: pd.DataFrame, optimizer: str, baseline: str, choices: Choices) -> Iterator[str]:
-    """Yield title and :func:`verdict` for each row of :func:`comparison` that has both optimizers."""
-    for title, _, found in compared(runs, choices):
-        pair = [found.get(name, runs[:0]) for name in (optimizer, baseline)]
-        if all(map(len, pair)):
-            yield f"{title}: {verdict(*pair)}"
 
 
 def race_table(runs: pd.DataFrame, baseline: str = "adamw") -> pd.DataFrame:
@@ -207,6 +204,6 @@ def _place(label: str) -> float:
 
 
 def _present(rows: Any) -> pd.DataFrame:
-    """Return rows without the columns that are empty in all of them."""
-    table = pd.DataFrame(rows).fillna("")
+    """Return rows without the columns that are empty in all of them, with the titles of optimizers."""
+    table = pd.DataFrame(rows).fillna("").rename(columns={name: known.title for name, known in OPTIMIZERS.items()})
     return table.loc[:, (table != "").any()]
