@@ -9,23 +9,15 @@ from adahessian.lab.configs.run import as_json, label
 from adahessian.lab.results import frames
 from adahessian.lab.results.run_file import RunFiles, RunResult
 
+COST = {"exclusive": True, "step_ms": 4.0, "peak_mib": 100.0, "parameters": 10}
 
-def make_run(
-    optimizer="sgd",
-    seed=1,
-    value=92.0,
-    *,
-    task="cifar10-resnet20",
-    exclusive=True,
-    step_ms=4.0,
-    device="cuda",
-    date="2026-01-01",
-    selection=None,
-    final=None,
-    curve=None,
-    **options,
-):
-    """A run whose options differ from the preset's, with three evaluations. A value of NaN makes it diverge."""
+
+def make_run(optimizer="sgd", seed=1, value=92.0, *, task="cifar10-resnet20", final=None, curve=None, **options):
+    """A run whose options differ from the preset's, with three evaluations. A value of NaN makes it diverge.
+
+    Other options are its cost, device, date and selection.
+    """
+    stored = {"device": "cuda", "date": "2026-01-01", "selection": None, **COST, **options}
     preset = find_preset(task).config(optimizer)
     config = with_options(preset, options)
     metric, watched = config.task.metric, config.task.validation_metric
@@ -39,7 +31,7 @@ def make_run(
         seed=seed,
         status="diverged" if diverged else "finished",
         config=json.loads(json.dumps(as_json(config))),
-        conditions={"device": device, "precision": "tf32", "compiled": True, "processes": 1},
+        conditions={"device": stored["device"], "precision": "tf32", "compiled": True, "processes": 1},
         curve={
             "step": [steps // 3, 2 * steps // 3, steps],
             "epoch": [config.epochs / 3, 2 * config.epochs / 3, config.epochs],
@@ -49,9 +41,9 @@ def make_run(
             **(curve or {watched.name: [0.5 * value, 0.9 * value, value]}),
         },
         final={} if diverged else final or {metric.name: value},
-        cost={"exclusive": exclusive, "step_ms": step_ms, "peak_mib": 100.0, "parameters": 10},
-        selection=selection,
-        provenance=[{**origin, "date": date, "hardware": {**hardware, "accelerator": "NVIDIA H200"}}],
+        cost={name: stored[name] for name in COST},
+        selection=stored["selection"],
+        provenance=[{**origin, "date": stored["date"], "hardware": {**hardware, "accelerator": "NVIDIA H200"}}],
     )
 
 

@@ -1,11 +1,9 @@
 """The `adahessian` command: what it imports, and what it prints about errors."""
 
-import csv
 import logging
 import re
 import subprocess
 import sys
-from importlib.resources import files
 from unittest.mock import Mock
 
 import pytest
@@ -39,12 +37,11 @@ def test_help_imports_little(words):
 
 @pytest.mark.parametrize("name", command.COMMANDS)
 def test_every_command_has_help(name, capsys):
-    command.main([])
-    assert f"  {name} " in capsys.readouterr().out
     with pytest.raises(SystemExit) as done:
         command.main([name, "--help"])
     assert not done.value.code
-    assert f"adahessian {name}" in capsys.readouterr().out
+    command.main([])
+    assert re.search(rf"adahessian {name}.*  {name} ", capsys.readouterr().out, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +80,8 @@ def test_a_missing_package_is_named_with_its_extra(module, extra, monkeypatch, c
     printed = fail(capsys, "train")
     assert module in printed
     assert f'pip install "adahessian[{extra}]"' in printed
-
-
-def test_a_missing_module_of_the_package_is_a_bug(monkeypatch):
+    # A missing module of the package is a bug.
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "adahessian.lab.commands.tasks", None)
     with pytest.raises(ModuleNotFoundError, match="tasks"):
         command.main(["tasks"])
@@ -185,7 +181,5 @@ def test_all_tasks_are_listed_and_the_papers_numbers_shown(capsys):
     command.main(["tasks"])
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[: len(PRESETS)]] == [*PRESETS]
-    rows = csv.DictReader(files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text().splitlines())
-    row = next(row for row in rows if row["task"] == "cifar10-resnet20")
     command.main(["tasks", "cifar10-resnet20"])
-    assert f"{row['mean']} ± {row['std']}" in capsys.readouterr().out
+    assert "Table 2, sgd: test_accuracy 92.08 ± 0.08" in capsys.readouterr().out

@@ -26,20 +26,19 @@ def test_a_run_file_holds_all_of_a_run(tmp_path):
 
 
 def test_mean_and_deviation_are_those_of_the_seeds(tmp_path):
-    values = [92.0, 91.5, 92.7]
-    runs = rows_of(tmp_path, *(make_run(seed=seed, value=value) for seed, value in enumerate(values)), make_run("adam"))
+    values, losses = [92.0, 91.5, 92.7], [0.5, 0.25, 0.75]
+    finals = [{"test_accuracy": value, "test_loss": loss} for value, loss in zip(values, losses, strict=True)]
+    diverged = make_run(seed=8, value=NAN), make_run(seed=9, final={"test_accuracy": math.inf})
+    sgd = (make_run(seed=seed, final=final) for seed, final in enumerate(finals))
+    runs = rows_of(tmp_path, *sgd, *diverged, make_run("adam"))
     summary = frames.summarize(runs).set_index("label")
     assert summary.loc["sgd", "mean"] == pytest.approx(mean(values))
     assert summary.loc["sgd", "std"] == pytest.approx(stdev(values))
-    assert summary.loc["sgd", ["n", "diverged"]].tolist() == [3, 0]
+    assert summary.loc["sgd", ["n", "diverged"]].tolist() == [3, 2]
     assert math.isnan(summary.loc["adam", "std"])
-
-
-def test_diverged_runs_are_counted_but_not_averaged(tmp_path):
-    infinite = make_run(seed=3, final={"test_accuracy": math.inf})
-    runs = rows_of(tmp_path, make_run(seed=1, value=90.0), make_run(seed=2, value=NAN), infinite)
-    summary = frames.summarize(runs).iloc[0]
-    assert summary[["mean", "n", "diverged"]].tolist() == [90.0, 1, 2]
+    other = frames.summarize(runs, "test_loss").set_index("label")
+    assert other.loc["sgd", ["mean", "n"]].tolist() == [0.5, 3]
+    assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0, 100.0]
 
 
 def test_the_latest_of_two_runs_with_the_same_seed_counts(tmp_path):
@@ -49,13 +48,6 @@ def test_the_latest_of_two_runs_with_the_same_seed_counts(tmp_path):
     for order in (files, files[::-1]):
         assert frames.runs(order).value.tolist() == [90.0]
     assert frames.runs([tmp_path]).value.tolist() == [90.0]
-
-
-def test_other_metrics_are_summarized_by_name(tmp_path):
-    final = {"test_accuracy": 92.0, "test_loss": 0.25}
-    runs = rows_of(tmp_path, make_run(final=final), make_run(seed=2, final=final | {"test_loss": 0.75}))
-    assert frames.summarize(runs, "test_loss")["mean"].tolist() == [0.5]
-    assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0]
 
 
 def test_rows_tell_runs_apart(tmp_path):
@@ -114,7 +106,7 @@ def race(tmp_path, **changed):
     )
 
 
-def test_a_race_is_by_time_where_devices_were_exclusive(tmp_path):
+def test_a_race_is_by_time_if_all_times_compare(tmp_path):
     points = frames.race_points(race(tmp_path))
     assert points.attrs["unit"] == "seconds"
     assert points.groupby("family").budget.apply(list).to_dict() == {
@@ -122,9 +114,6 @@ def test_a_race_is_by_time_where_devices_were_exclusive(tmp_path):
         "muon": pytest.approx([33, 66, 132]),
     }
     assert points[points.family == "muon"]["mean"].tolist() == pytest.approx([3.2, 3.0, 2.8])
-
-
-def test_a_race_is_by_steps_otherwise(tmp_path):
     shared = frames.race_points(race(tmp_path / "shared", exclusive=False))
     mixed = race(tmp_path / "mixed")
     mixed.loc[mixed.optimizer == "muon", "hardware"] = "another GPU"
@@ -144,7 +133,6 @@ def test_budget_for_a_target_is_interpolated():
 
 
 def test_labels_leave_out_what_all_have():
-    short = frames.short_labels(["sgd model=a lr=1", "adamw model=a"])
-    assert short == {"sgd model=a lr=1": "sgd lr=1", "adamw model=a": "adamw"}
+    assert [*frames.short_labels(["sgd model=a lr=1", "adamw model=a"]).values()] == ["sgd lr=1", "adamw"]
     assert frames.short_labels(["sgd lr=1"]) == {"sgd lr=1": "sgd lr=1"}
     assert frames.title("adahessian-kron curvature-every=5 steady-start=True") == "AdaHessianKron every=5 steady-start"

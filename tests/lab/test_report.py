@@ -28,14 +28,11 @@ def test_a_section_per_task_and_length(tmp_path):
         make_run(holdout=10, final={"test_accuracy": 80.0}),
         make_run("adamw", task="gpt-novels", value=3.0),
     )
-    titles = [title for title, _ in tables.sections(runs)]
-    assert titles[0].endswith("digits, 10 epochs")
-    assert sorted(titles[1:4]) == [
-        "ResNet20 on CIFAR-10, 16 epochs",
-        "ResNet20 on CIFAR-10, 160 epochs",
-        "ResNet20 on CIFAR-10, 160 epochs, trials with held-out data",
-    ]
-    assert titles[4].endswith("2200 steps")
+    first, *images, last = [title for title, _ in tables.sections(runs)]
+    assert first.endswith("digits, 10 epochs")
+    lengths = ("16 epochs", "160 epochs", "160 epochs, trials with held-out data")
+    assert sorted(images) == [f"ResNet20 on CIFAR-10, {length}" for length in lengths]
+    assert last.endswith("2200 steps")
 
 
 def test_table_of_a_section(tmp_path):
@@ -57,9 +54,7 @@ def test_table_of_a_section(tmp_path):
 
 
 def test_numbers_keep_two_digits_if_they_are_very_small():
-    assert tables.number(91.256, 2) == "91.26"
-    assert tables.number(0.00000123, 5) == "1.2e-06"
-    assert tables.number(0.0, 2) == "0.00"
+    assert [tables.number(*each) for each in ((91.256, 2), (1.23e-6, 5), (0.0, 2))] == ["91.26", "1.2e-06", "0.00"]
     assert tables.spread(4.1, 0.0002, 3) == "4.100 ± 0.000"
     assert tables.spread(1e-6, 2e-7, 5) == "1e-06 ± 2e-07"
     assert tables.spread(math.nan, math.nan, 2) == ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
@@ -29,9 +28,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand that the arguments name."""
+    # Messages of the library and of the laboratory go to standard error.
+    logger, handler = logging.getLogger("adahessian"), _ToStandardError()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        with _messages_shown():
-            _run(sys.argv[1:] if argv is None else argv)
+        _run(sys.argv[1:] if argv is None else argv)
     except StoppedError as stopped:
         sys.exit(0 if stopped.planned else 130)
     except LabError as error:
@@ -49,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         extra = "peers" if package == "pytorch_optimizer" else "lab"
         sys.exit(f'adahessian: {package} is missing. Run: pip install "adahessian[{extra}]"')
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _run(words: Sequence[str]) -> None:
@@ -65,20 +71,6 @@ def _run(words: Sequence[str]) -> None:
         from adahessian.lab.configs.presets import near
 
         raise LabError(f"There is no command {near(name, COMMANDS)}")
-
-
-@contextmanager
-def _messages_shown() -> Iterator[None]:
-    """Print messages of the library and of the laboratory to standard error."""
-    logger, handler = logging.getLogger("adahessian"), _ToStandardError()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 class _ToStandardError(logging.Handler):

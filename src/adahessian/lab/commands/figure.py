@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,9 @@ from matplotlib.figure import Figure
 from tyro.conf import Positional
 
 from adahessian.lab.errors import ConfigError
+from adahessian.lab.paper_figures import momentum, quadratic, surface
 from adahessian.lab.paper_figures.style import save
 from adahessian.lab.results import frames, render
-
-_PAPER = {"1": "quadratic", "3": "momentum"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +42,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw(options: Options) -> Figure:
-    if options.name in _PAPER:
-        figure: Figure = importlib.import_module(f"adahessian.lab.paper_figures.{_PAPER[options.name]}").draw()
-        return figure
+    if options.name == "1":
+        return quadratic.draw()
+    if options.name == "3":
+        return momentum.draw()
     if options.name == "2":
-        from adahessian.lab.paper_figures import surface
-
         if options.weights is None:
             raise ConfigError("--weights is missing. Figure 2 needs the weights.pt of a finished run.")
         title, model, loss = surface.load_trained(options.weights, options.data_dir)
