@@ -18,7 +18,7 @@ from adahessian.lab.configs import PRESETS, find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS
 from adahessian.lab.configs.run import Metric, TaskConfig
 from adahessian.lab.errors import RunFileError
-from adahessian.lab.results.run_file import RunResult, find_runs, has, json_files, read_json
+from adahessian.lab.results.run_file import RunResult, find_runs, json_files, read_stored
 
 # Runs that agree in these columns differ in their seeds alone.
 GROUP = ["task", "label", "conditions"]
@@ -59,7 +59,7 @@ def bench(paths: Iterable[Path]) -> pd.DataFrame:
     rows = []
     for file in (file for path in paths for file in json_files(path)):
         with suppress(RunFileError):  # reported by runs()
-            if has(content := read_json(file), "rows"):
+            if content := read_stored(file, "rows"):
                 first = content["provenance"][0]
                 origin = {name: first.get(name) for name in ("command", "commit", "date")}
                 rows += [{**row, "file": file.name, **origin, "hardware": hardware(first)} for row in content["rows"]]

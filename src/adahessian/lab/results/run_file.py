@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -51,8 +51,7 @@ class RunResult:
 
 def read_run(path: Path) -> RunResult:
     """Read a finished run, or raise RunFileError."""
-    content = read_json(path)
-    if not has(content, "curve"):
+    if (content := read_stored(path, "curve")) is None:
         raise RunFileError(f"{path} is not a run file written by `adahessian train`.")
     try:
         stored = {option.name: content[option.name] for option in fields(RunResult)}
@@ -64,23 +63,24 @@ def read_run(path: Path) -> RunResult:
     return RunResult(**stored)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file, or raise RunFileError."""
+def read_stored(path: Path, key: Literal["curve", "rows"]) -> dict[str, Any] | None:
+    """Read a run (``"curve"``) or a benchmark (``"rows"``). Return None for other JSON files."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunFileError(f"{path} cannot be read ({error}). Restore it from a copy, or delete it.") from error
+    return content if isinstance(content, dict) and content.get("schema") == SCHEMA and key in content else None
 
 
 def find_runs(paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[tuple[Path, RunResult]]:
-    """Yield runs and their files. Folders are searched for files.
+    """Yield files and their runs. Folders are searched for files.
 
     In folders, other JSON files are skipped, and damaged ones are reported to ``warn``. Named files must be run files.
     """
     for path in paths:
         for file in json_files(path):
             try:
-                if file == path or has(read_json(file), "curve"):
+                if file == path or read_stored(file, "curve"):
                     yield file, read_run(file)
             except RunFileError as error:
                 if file == path:
@@ -91,8 +91,3 @@ def find_runs(paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[tu
 def json_files(path: Path) -> list[Path]:
     """Return the JSON files in a folder, or the file itself."""
     return sorted(path.rglob("*.json")) if path.is_dir() else [path]
-
-
-def has(content: Any, key: str) -> bool:
-    """Return whether the content of a file is of this laboratory and has ``"curve"`` (runs) or ``"rows"`` (bench)."""
-    return isinstance(content, Mapping) and content.get("schema") == SCHEMA and key in content
