@@ -1,11 +1,10 @@
 """The `adahessian` command: what it imports, and what it prints about errors."""
 
-import csv
 import logging
 import re
 import subprocess
 import sys
-from importlib.resources import files
+from unittest.mock import Mock
 
 import pytest
 from runs import typed
@@ -13,7 +12,7 @@ from runs import typed
 from adahessian.lab import command
 from adahessian.lab.commands.train import parse_runs, train_line
 from adahessian.lab.configs import PRESETS
-from adahessian.lab.errors import ConfigError, StoppedError
+from adahessian.lab.errors import StoppedError
 
 HEAVY = {"torch", "pandas", "matplotlib", "sklearn", "scipy", "transformers"}
 
@@ -23,7 +22,7 @@ def fail(capsys, *words):
     with pytest.raises(SystemExit) as stopped:
         command.main(words)
     assert stopped.value.code not in (0, None)
-    return capsys.readouterr().err
+    return f"{capsys.readouterr().err}{stopped.value.code}"
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "tasks", "tasks digits", "train digits adahessian --help"])
@@ -36,15 +35,13 @@ def test_help_imports_little(words):
     assert done.stdout
 
 
-def test_every_command_has_help(capsys):
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        command.main([name, "--help"])
+    assert not done.value.code
     command.main([])
-    listed = capsys.readouterr().out
-    for name in command.COMMANDS:
-        assert name in listed
-        with pytest.raises(SystemExit) as done:
-            command.main([name, "--help"])
-        assert not done.value.code
-        assert f"adahessian {name}" in capsys.readouterr().out
+    assert re.search(rf"adahessian {name}.*  {name} ", capsys.readouterr().out, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +52,7 @@ def test_every_command_has_help(capsys):
         ("train", "cifar10-resnet20"),
         ("train --epochs 2", "digits"),
         ("train cifar10-resnet-20", "cifar10-resnet20"),
-        ("train digits adam-w", "adamw"),
+        ("train digits sdg", "sgd"),
         ("train criteo-dlrm adam", "adagrad"),
         ("train digits sgd --lrr 3", "--lr"),
         ("train digits sgd --num-probes 4", "--num-probes"),
@@ -79,24 +76,15 @@ def test_errors_name_the_argument_and_the_remedy(words, named, capsys, tmp_path)
 
 @pytest.mark.parametrize(("module", "extra"), [("tyro", "lab"), ("rich", "lab"), ("pytorch_optimizer", "peers")])
 def test_a_missing_package_is_named_with_its_extra(module, extra, monkeypatch, capsys):
-    def missing(name):
-        raise ModuleNotFoundError(name=module)
-
-    monkeypatch.setattr(command, "import_module", missing)
+    monkeypatch.setattr(command, "import_module", Mock(side_effect=ModuleNotFoundError(name=module)))
     printed = fail(capsys, "train")
     assert module in printed
     assert f'pip install "adahessian[{extra}]"' in printed
-
-
-def test_a_missing_module_of_the_package_is_a_bug(monkeypatch):
+    # A missing module of the package is a bug.
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "adahessian.lab.commands.tasks", None)
     with pytest.raises(ModuleNotFoundError, match="tasks"):
         command.main(["tasks"])
-
-
-def run_instead(monkeypatch, function):
-    module = type("Module", (), {"main": staticmethod(lambda argv: function())})
-    monkeypatch.setattr(command, "import_module", lambda name: module)
 
 
 @pytest.mark.parametrize(
@@ -104,17 +92,14 @@ def run_instead(monkeypatch, function):
     [(KeyboardInterrupt(), 130), (StoppedError("", planned=True), 0), (StoppedError("", planned=False), 130)],
 )
 def test_interrupts_are_not_tracebacks(error, status, monkeypatch):
-    def interrupted():
-        raise error
-
-    run_instead(monkeypatch, interrupted)
+    monkeypatch.setattr(command, "_run", Mock(side_effect=error))
     with pytest.raises(SystemExit) as stopped:
         command.main(["train"])
     assert stopped.value.code == status
 
 
 def test_messages_of_the_library_go_to_standard_error(monkeypatch, capsys):
-    run_instead(monkeypatch, lambda: logging.getLogger("adahessian").info("compiling"))
+    monkeypatch.setattr(command, "_run", lambda words: logging.getLogger("adahessian").info("compiling"))
     command.main(["train"])
     logging.getLogger("adahessian").info("after the command")
     assert capsys.readouterr().err == "adahessian: compiling\n"
@@ -196,12 +181,5 @@ def test_all_tasks_are_listed_and_the_papers_numbers_shown(capsys):
     command.main(["tasks"])
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines()[: len(PRESETS)]] == [*PRESETS]
-    rows = csv.DictReader(files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text().splitlines())
-    row = next(row for row in rows if row["task"] == "cifar10-resnet20")
     command.main(["tasks", "cifar10-resnet20"])
-    assert f"{row['mean']} ± {row['std']}" in capsys.readouterr().out
-
-
-def test_unknown_names_are_config_errors():
-    with pytest.raises(ConfigError, match="sgd"):
-        parse_runs(["digits", "sdg"], "adahessian train")
+    assert "Table 2, sgd: test_accuracy 92.08 ± 0.08" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import CheckpointError, ConfigError, LabError, RunFileError
 from adahessian.lab.paper_figures import momentum, quadratic, surface
 from adahessian.lab.paper_figures.momentum import LRS, STARTS, WITH, WITHOUT, Walks
-from adahessian.lab.results import frames, plots
+from adahessian.lab.results import plots
 
 STEPS = 300
 ACCURACY = Metric(name="test_accuracy", title="test accuracy, %")
@@ -196,7 +196,7 @@ def test_diverged_learning_rates_are_at_the_edge(many):
 
 def test_cost_is_relative_to_the_baseline(tmp_path):
     runs = rows_of(tmp_path, make_run("adamw", step_ms=4.0), make_run("muon", step_ms=5.0), make_run(exclusive=False))
-    axes = plots.cost_against_quality(frames.summarize(runs), ACCURACY).axes[0]
+    axes = plots.cost_against_quality(runs, ACCURACY).axes[0]
     drawn = {bars.get_label(): bars.lines[0].get_xdata()[0] for bars in axes.containers}
     assert drawn == {"AdamW": 1.0, "Muon": 1.25}
 

@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import numpy as np
 import pandas as pd
 import pytest
-from made_up_runs import H200, make_run, rows_of, write
+from made_up_runs import make_run, rows_of, write
 from scipy.stats import ttest_ind
 
 from adahessian.lab.errors import RunFileError
@@ -26,20 +26,19 @@ def test_a_run_file_holds_all_of_a_run(tmp_path):
 
 
 def test_mean_and_deviation_are_those_of_the_seeds(tmp_path):
-    values = [92.0, 91.5, 92.7]
-    runs = rows_of(tmp_path, *(make_run(seed=seed, value=value) for seed, value in enumerate(values)), make_run("adam"))
+    values, losses = [92.0, 91.5, 92.7], [0.5, 0.25, 0.75]
+    finals = [{"test_accuracy": value, "test_loss": loss} for value, loss in zip(values, losses, strict=True)]
+    diverged = make_run(seed=8, value=NAN), make_run(seed=9, final={"test_accuracy": math.inf})
+    sgd = (make_run(seed=seed, final=final) for seed, final in enumerate(finals))
+    runs = rows_of(tmp_path, *sgd, *diverged, make_run("adam"))
     summary = frames.summarize(runs).set_index("label")
     assert summary.loc["sgd", "mean"] == pytest.approx(mean(values))
     assert summary.loc["sgd", "std"] == pytest.approx(stdev(values))
-    assert summary.loc["sgd", ["n", "diverged", "seeds"]].tolist() == [3, 0, "0 1 2"]
+    assert summary.loc["sgd", ["n", "diverged"]].tolist() == [3, 2]
     assert math.isnan(summary.loc["adam", "std"])
-
-
-def test_diverged_runs_are_counted_but_not_averaged(tmp_path):
-    infinite = make_run(seed=3, final={"test_accuracy": math.inf})
-    runs = rows_of(tmp_path, make_run(seed=1, value=90.0), make_run(seed=2, value=NAN), infinite)
-    summary = frames.summarize(runs).iloc[0]
-    assert summary[["mean", "n", "diverged"]].tolist() == [90.0, 1, 2]
+    other = frames.summarize(runs, "test_loss").set_index("label")
+    assert other.loc["sgd", ["mean", "n"]].tolist() == [0.5, 3]
+    assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0, 100.0]
 
 
 def test_the_latest_of_two_runs_with_the_same_seed_counts(tmp_path):
@@ -48,42 +47,27 @@ def test_the_latest_of_two_runs_with_the_same_seed_counts(tmp_path):
     files = sorted(tmp_path.rglob("*.json"))
     for order in (files, files[::-1]):
         assert frames.runs(order).value.tolist() == [90.0]
-    assert sorted(frames.runs([tmp_path]).study) == ["a", "b"]  # folders are studies
+    assert frames.runs([tmp_path]).value.tolist() == [90.0]
 
 
-def test_other_metrics_are_summarized_by_name(tmp_path):
-    final = {"test_accuracy": 92.0, "test_loss": 0.25}
-    runs = rows_of(tmp_path, make_run(final=final), make_run(seed=2, final=final | {"test_loss": 0.75}))
-    assert frames.summarize(runs, "test_loss")["mean"].tolist() == [0.5]
-    assert frames.summarize(runs, "peak_mib")["mean"].tolist() == [100.0]
-
-
-def test_families_and_recipes(tmp_path):
+def test_rows_tell_runs_apart(tmp_path):
     options = {"weight_decay": 0.01, "epochs": 16, "decay_epochs": (8, 12)}
-    (row,) = rows_of(tmp_path, make_run("adamw", lr=0.02, **options)).to_dict("records")
+    trial = make_run(holdout=100, exclusive=False, final={"test_accuracy": 80.0})
+    runs = rows_of(tmp_path, make_run("adamw", lr=0.02, step_ms=5.0, **options), trial).set_index("optimizer")
+    row = runs.loc["adamw"]
     assert row["label"] == "adamw lr=0.02 weight-decay=0.01 decay-epochs=8+12 epochs=16"
     assert row["family"] == "adamw lr=0.02 weight-decay=0.01"
     assert row["recipe"] == "adamw decay-epochs=8+12 epochs=16"
     assert row["length"] == "16 epochs"
-
-
-def test_trials_held_out_examples(tmp_path):
-    runs = rows_of(tmp_path, make_run(holdout=100, final={"test_accuracy": 80.0}), make_run())
-    assert runs.set_index("label").is_trial.to_dict() == {"sgd holdout=100": True, "sgd": False}
-
-
-def test_times_of_shared_devices_are_left_out(tmp_path):
-    runs = rows_of(tmp_path, make_run(exclusive=False), make_run("adam", step_ms=5.0))
-    times = runs.set_index("optimizer").step_ms
-    assert math.isnan(times["sgd"])
-    assert times["adam"] == 5.0
+    assert runs.is_trial.to_dict() == {"adamw": False, "sgd": True}
+    assert runs.step_ms["adamw"] == 5.0
+    assert math.isnan(runs.step_ms["sgd"])  # its device was shared
 
 
 def test_curves_have_a_row_per_evaluation(tmp_path):
-    write(tmp_path, make_run(), make_run("adam", task="digits"))
-    rows = frames.curves([tmp_path])
-    assert rows.groupby("task").size().to_dict() == {"cifar10-resnet20": 3, "digits": 3}
-    assert rows[rows.task == "digits"].test_accuracy.tolist() == [46.0, pytest.approx(82.8), 92.0]
+    rows = frames.curves(rows_of(tmp_path, make_run(), make_run("adam", task="digits")))
+    assert rows.groupby("label").size().to_dict() == {"sgd": 3, "adam": 3}
+    assert rows[rows.label == "adam"].test_accuracy.tolist() == [46.0, pytest.approx(82.8), 92.0]
 
 
 def test_damaged_files_and_unknown_tasks(tmp_path):
@@ -99,16 +83,6 @@ def test_damaged_files_and_unknown_tasks(tmp_path):
     for name in ("broken", "lacking", "other", "absent"):
         with pytest.raises(RunFileError, match=name):
             frames.runs([tmp_path / f"{name}.json"])
-
-
-def test_rows_of_benchmarks_know_their_file(tmp_path):
-    write(tmp_path, make_run())
-    provenance = [{"command": "bench", "commit": "abc", "hardware": {"accelerator": H200}}]
-    rows = [{"label": "sgd", "step_ms": 3.0}, {"label": "adamw", "step_ms": 4.0}]
-    (tmp_path / "bench.json").write_text(json.dumps({"schema": 2, "rows": rows, "provenance": provenance}))
-    bench = frames.bench([tmp_path])
-    assert bench.step_ms.tolist() == [3.0, 4.0]
-    assert bench[["file", "hardware", "commit"]].drop_duplicates().values.tolist() == [["bench.json", H200, "abc"]]
 
 
 def test_difference_is_welchs():
@@ -132,7 +106,7 @@ def race(tmp_path, **changed):
     )
 
 
-def test_a_race_is_by_time_where_devices_were_exclusive(tmp_path):
+def test_a_race_is_by_time_if_all_times_compare(tmp_path):
     points = frames.race_points(race(tmp_path))
     assert points.attrs["unit"] == "seconds"
     assert points.groupby("family").budget.apply(list).to_dict() == {
@@ -140,9 +114,6 @@ def test_a_race_is_by_time_where_devices_were_exclusive(tmp_path):
         "muon": pytest.approx([33, 66, 132]),
     }
     assert points[points.family == "muon"]["mean"].tolist() == pytest.approx([3.2, 3.0, 2.8])
-
-
-def test_a_race_is_by_steps_otherwise(tmp_path):
     shared = frames.race_points(race(tmp_path / "shared", exclusive=False))
     mixed = race(tmp_path / "mixed")
     mixed.loc[mixed.optimizer == "muon", "hardware"] = "another GPU"
@@ -162,7 +133,6 @@ def test_budget_for_a_target_is_interpolated():
 
 
 def test_labels_leave_out_what_all_have():
-    short = frames.short_labels(["sgd model=a lr=1", "adamw model=a"])
-    assert short == {"sgd model=a lr=1": "sgd lr=1", "adamw model=a": "adamw"}
+    assert [*frames.short_labels(["sgd model=a lr=1", "adamw model=a"]).values()] == ["sgd lr=1", "adamw"]
     assert frames.short_labels(["sgd lr=1"]) == {"sgd lr=1": "sgd lr=1"}
     assert frames.title("adahessian-kron curvature-every=5 steady-start=True") == "AdaHessianKron every=5 steady-start"

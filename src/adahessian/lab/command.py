@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 
@@ -14,30 +13,32 @@ import adahessian
 from adahessian.lab.errors import LabError, StoppedError
 
 COMMANDS = {
-    "tasks": ("adahessian.lab.commands.tasks", "List tasks, or show the settings of one."),
-    "fetch": ("adahessian.lab.commands.fetch", "Download the data of a task."),
-    "train": ("adahessian.lab.commands.train", "Train a task with an optimizer."),
-    "sweep": ("adahessian.lab.commands.sweep", "Tune optimizers with the same number of trials each."),
-    "queue": ("adahessian.lab.commands.queue", "Train a list of runs within a time limit."),
-    "report": ("adahessian.lab.commands.report", "Render tables and figures of runs."),
-    "figure": ("adahessian.lab.commands.figure", "Draw one figure."),
-    "bench": ("adahessian.lab.commands.bench", "Measure step time and memory of optimizers."),
-    "demo": ("adahessian.lab.commands.demo", "Train a small task with five optimizers, in a minute."),
+    "tasks": "List tasks, or show the settings of one.",
+    "fetch": "Download the data of a task.",
+    "train": "Train a task with an optimizer.",
+    "sweep": "Tune optimizers with the same number of trials each.",
+    "queue": "Train a list of runs within a time limit.",
+    "report": "Render tables and figures of runs.",
+    "figure": "Draw one figure.",
+    "bench": "Measure step time and memory of optimizers.",
+    "demo": "Train two small tasks with several optimizers, in a minute.",
 }
-"""Module and help of each subcommand. Modules are imported on use."""
+"""Help of each subcommand. The modules of the same names in `commands` are imported on use."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand that the arguments name."""
-    words = sys.argv[1:] if argv is None else [*argv]
+    # Messages of the library and of the laboratory go to standard error.
+    logger, handler = logging.getLogger("adahessian"), _ToStandardError()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        with _messages_shown():
-            _run(words)
+        _run(sys.argv[1:] if argv is None else argv)
     except StoppedError as stopped:
         sys.exit(0 if stopped.planned else 130)
     except LabError as error:
-        print(f"adahessian: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f"adahessian: {error}")
     except BrokenPipeError:
         # The reader has closed the pipe. Python must not fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,38 +51,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         if package in ("", "adahessian"):
             raise
         extra = "peers" if package == "pytorch_optimizer" else "lab"
-        print(f'adahessian: {package} is missing. Run: pip install "adahessian[{extra}]"', file=sys.stderr)
-        sys.exit(1)
+        sys.exit(f'adahessian: {package} is missing. Run: pip install "adahessian[{extra}]"')
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _run(words: Sequence[str]) -> None:
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print("Usage: adahessian COMMAND ...\n\nExperiments with the AdaHessian optimizers.\n")
-        print("\n".join(f"  {command:<8}{text}" for command, (_, text) in COMMANDS.items()))
+        print("\n".join(f"  {command:<8}{text}" for command, text in COMMANDS.items()))
         print("\nadahessian COMMAND --help lists the options of a command.")
     elif name == "--version":
         print(f"adahessian {adahessian.__version__}, torch {version('torch')}")
-    elif name not in COMMANDS:
+    elif name in COMMANDS:
+        import_module(f"adahessian.lab.commands.{name}").main(words[1:])
+    else:
         from adahessian.lab.configs.presets import near
 
         raise LabError(f"There is no command {near(name, COMMANDS)}")
-    else:
-        import_module(COMMANDS[name][0]).main(words[1:])
-
-
-@contextmanager
-def _messages_shown() -> Iterator[None]:
-    """Print messages of the library and of the laboratory to standard error."""
-    logger, handler = logging.getLogger("adahessian"), _ToStandardError()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 class _ToStandardError(logging.Handler):

@@ -28,12 +28,7 @@ class RunFileError(LabError):
 
 
 class StoppedError(Exception):
-    """A run was stopped before its end. Its checkpoint is written.
-
-    Args:
-        message: Where it stopped.
-        planned: ``--stop-after-steps`` or ``--stop-after-epochs`` stopped it, and not a signal.
-    """
+    """A run was stopped and has written its checkpoint: as ``planned`` by --stop-after-..., or by a signal."""
 
     def __init__(self, message: str, *, planned: bool) -> None:
         super().__init__(message)

@@ -116,6 +116,11 @@ class Job(NamedTuple):
     device: torch.device
     seed: int = 0
 
+    @classmethod
+    def of(cls, workload: Workload, mode: Mode, label: str, device: torch.device) -> Job:
+        """Return the job of a label of LABELS, or of the BASELINE."""
+        return cls(workload, mode, label, LABELS[workload.baseline if label == BASELINE else label], device)
+
     @property
     def cycle(self) -> int:
         """The number of steps after which the cost of a step repeats."""

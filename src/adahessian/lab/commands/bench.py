@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
-from fnmatch import fnmatchcase
-from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -33,26 +31,13 @@ class Bench:
     Networks are trained on random data. Every row is printed and written to the output as soon as it is measured.
     """
 
-    workloads: tuple[str, ...] = ("resnet20", "gpt")
-    """Networks: digits, resnet20, gpt, gpt2-124m, lstm."""
-
-    modes: tuple[Mode, ...] = ()
-    """Eager, or captured: compiled and, on a GPU, captured. Default: as `train`."""
-
-    optimizers: tuple[str, ...] = ("*",)
-    """Rows to measure, such as adamw adahessian-kron/every-20 'adahessian/*'."""
-
-    parts: tuple[Literal["steps", "update"], ...] = ("steps",)
-    """Whole steps, or the update of 124M parameters alone, relative to AdamW."""
-
-    rounds: int = 5
-    """Turns of each optimizer and the baseline. Medians over rounds count."""
-
-    at_once: int = 1
-    """Optimizers to prepare at the same time, as compiling takes minutes."""
-
-    output: Path = Path("bench.json")
-    """File for the rows. It must not exist."""
+    workloads: tuple[str, ...] = ("resnet20", "gpt")  # Networks: digits, resnet20, gpt, gpt2-124m, lstm.
+    modes: tuple[Mode, ...] = ()  # Eager, or captured: compiled and, on a GPU, captured. Default: as `train`.
+    optimizers: tuple[str, ...] = ("*",)  # Rows to measure, such as adamw adahessian-kron/every-20 'adahessian/*'.
+    parts: tuple[Literal["steps", "update"], ...] = ("steps",)  # Whole steps, or updates of 124M parameters alone.
+    rounds: int = 5  # Turns of each optimizer and the baseline. Medians over rounds count.
+    at_once: int = 1  # Optimizers to prepare at the same time, as compiling takes minutes.
+    output: Path = Path("bench.json")  # File for the rows. It must not exist.
 
 
 def main(argv: Sequence[str]) -> None:
@@ -78,24 +63,20 @@ def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
             raise ConfigError(f"There is no workload {near(name, WORKLOADS)}")
         if WORKLOADS[name].needs_gpu and device.type == "cpu":
             raise ConfigError(f"--workloads {name} is too large for a CPU. Choose another one, or use a GPU.")
-    labels = [BASELINE, *LABELS]
-    for pattern in bench.optimizers:
-        if not matching(labels, pattern):
-            raise ConfigError(f"There is no optimizer {near(pattern, labels)}")
-    labels = [label for label in labels if any(fnmatchcase(label, pattern) for pattern in bench.optimizers)]
+    found = {pattern: matching([BASELINE, *LABELS], pattern) for pattern in bench.optimizers}
+    for pattern in (pattern for pattern, labels in found.items() if not labels):
+        raise ConfigError(f"There is no optimizer {near(pattern, [BASELINE, *LABELS])}")
+    chosen = [label for label in LABELS if any(label in labels for labels in found.values())]
     clock = Clock(rounds=bench.rounds)
     modes = bench.modes or ("captured" if device.type == "cuda" else "eager",)
     if "steps" in bench.parts:
-        names, jobs = [], []
-        for name, mode in product(bench.workloads, modes):
-            for label in dict.fromkeys([BASELINE, *labels]):
-                config = LABELS[WORKLOADS[name].baseline if label == BASELINE else label]
-                names.append(name)
-                jobs.append(Job(WORKLOADS[name], mode, label, config, device))
+        pairs = [(name, mode) for name in bench.workloads for mode in modes]
+        names = [name for name, _ in pairs for _ in (BASELINE, *chosen)]
+        jobs = [Job.of(WORKLOADS[name], mode, label, device) for name, mode in pairs for label in (BASELINE, *chosen)]
         for name, row in zip(names, measure_steps(jobs, clock=clock, at_once=bench.at_once, say=_say), strict=True):
             yield {"workload": name, **row}
     if "update" in bench.parts:
-        for row in measure_update([label for label in UPDATES if label in labels], clock=clock, device=device):
+        for row in measure_update([label for label in UPDATES if label in chosen], clock=clock, device=device):
             yield {"workload": "gpt2-124m", **row}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from tyro.conf import Positional
 
 from adahessian.lab.configs import find_preset
 from adahessian.lab.data.sources import downloads_of, instructions_of
@@ -16,20 +17,12 @@ from adahessian.lab.data.sources import downloads_of, instructions_of
 class Fetch:
     """Download the data of a task from its owner, or say how to get it. Existing files are kept."""
 
-    task: tyro.conf.Positional[str]
-    """Name of the task."""
-
-    data_dir: Path = Path("data")
-    """Folder for the data."""
+    task: Positional[str]  # Name of the task.
+    data_dir: Path = Path("data")  # Folder for the data.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Download the data of a task.
-
-    Raises:
-        ConfigError: If the task does not exist.
-        DataError: If a file cannot be downloaded, or is not the published one.
-    """
+    """Download the data of a task, or print how to get it."""
     options = tyro.cli(Fetch, args=argv, prog="adahessian fetch")
     preset = find_preset(options.task)
     if preset.needs_no_data:

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 from matplotlib.figure import Figure
+from tyro.conf import Positional
 
 from adahessian.lab.errors import ConfigError
+from adahessian.lab.paper_figures import momentum, quadratic, surface
 from adahessian.lab.paper_figures.style import save
-from adahessian.lab.results import frames, render, tables
-
-_PAPER = {"1": "quadratic", "3": "momentum"}
+from adahessian.lab.results import frames, render
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Draw figure 1, 2 or 3 of the paper, or a figure of runs. Figures 1 and 3 are computed on the spot."""
 
-    name: Annotated[Literal["1", "2", "3", "race", "lr", "cost", "seeds"], tyro.conf.Positional]
-    """Figure of the paper, or: result by budget, by learning rate, by cost, every seed."""
-
-    paths: tuple[Path, ...] = (Path("runs"),)
-    """Run files or folders, for figures of runs."""
-
-    task: str | None = None
-    """Task, for figures of runs. None takes the only one."""
-
-    weights: Path | None = None
-    """weights.pt of a finished run, for figure 2."""
-
-    block: str | None = None
-    """Parameter or module, for figure 2. None takes the last weight matrix but one."""
-
-    data_dir: Path = Path("data")
-    """Folder with the data, for figure 2."""
-
-    output: Path | None = None
-    """PNG, SVG or PDF file. None writes figure-NAME.png."""
+    # Figure of the paper, or: result by budget, by learning rate, by cost, every seed.
+    name: Positional[Literal["1", "2", "3", "race", "lr", "cost", "seeds"]]
+    paths: tuple[Path, ...] = (Path("runs"),)  # Run files or folders, for figures of runs.
+    task: str | None = None  # Task, for figures of runs. None takes the only one.
+    weights: Path | None = None  # weights.pt of a finished run, for figure 2.
+    block: str | None = None  # Parameter or module, for figure 2. None takes the last weight matrix but one.
+    data_dir: Path = Path("data")  # Folder with the data, for figure 2.
+    output: Path | None = None  # PNG, SVG or PDF file. None writes figure-NAME.png.
 
 
 def main(argv: Sequence[str]) -> None:
     """Draw the figure and write it."""
-    options = tyro.cli(Options, args=list(argv), prog="adahessian figure")
+    options = tyro.cli(Options, args=argv, prog="adahessian figure")
     path = options.output or Path(f"figure-{options.name}.png")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--output {path} has another suffix. Pass a .png, .svg or .pdf file.")
@@ -55,21 +42,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw(options: Options) -> Figure:
-    if options.name in _PAPER:
-        figure: Figure = importlib.import_module(f"adahessian.lab.paper_figures.{_PAPER[options.name]}").draw()
-        return figure
+    if options.name == "1":
+        return quadratic.draw()
+    if options.name == "3":
+        return momentum.draw()
     if options.name == "2":
-        from adahessian.lab.paper_figures import surface
-
         if options.weights is None:
             raise ConfigError("--weights is missing. Figure 2 needs the weights.pt of a finished run.")
         title, model, loss = surface.load_trained(options.weights, options.data_dir)
         return surface.draw(surface.measure_surface(model, loss, options.block), title[0].upper() + title[1:])
     runs = frames.runs(options.paths)
-    runs = runs[~runs.is_trial & ((runs.task == options.task) if options.task else True)]
+    runs = runs[~runs.is_trial.astype(bool) & runs.task.isin([options.task] if options.task else runs.task)]
     tasks = list(dict.fromkeys(runs.task))
     if len(tasks) != 1:
         raise ConfigError(f"--task is needed to choose one task. --paths has runs of {', '.join(tasks) or 'none'}.")
-    if not render.can_draw(options.name, runs):
+    if frames.shown_in(options.name, runs).empty:
         raise ConfigError(f"--paths has no runs of {tasks[0]} for the figure {options.name}. Pass other paths.")
-    return render.DRAWN[options.name](runs, tables.heading(tasks[0]))
+    return render.draw(options.name, runs)

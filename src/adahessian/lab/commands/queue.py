@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from rich.console import Console
+from tyro.conf import Positional
 
 from adahessian.lab.commands.train import parse_runs
 from adahessian.lab.configs.checks import at_least, positive
@@ -25,65 +25,47 @@ from adahessian.lab.results.run_file import RunFiles
 from adahessian.lab.training.interrupts import Interrupts
 
 _RESERVED = ("output", "resume", "overwrite", "exclusive", "stop_after_epochs", "stop_after_steps")
-_STOPPED = (-signal.SIGTERM, 130)  # exit statuses of a run that was asked to stop
-_SEEDS = re.compile(r"--seeds[=\s][\d\s]*")
-_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
     """Train a list of runs. Finished runs are skipped, and interrupted runs are resumed."""
 
-    file: Annotated[Path, tyro.conf.Positional]
-    """One line per run: TASK OPTIMIZER --options. The most important ones come first."""
-
-    at_once: int = 1
-    """Runs at the same time. With 1, their times are recorded as exclusive."""
-
-    minutes: float | None = None
-    """Time limit. Unfinished runs write a checkpoint, and the same command resumes them."""
-
-    data_dir: Path = Session.data_dir
-    """Folder with the data, for lines that do not set their own."""
-
-    output: Path = Session.output
-    """Folder for the runs."""
+    file: Positional[Path]  # One line per run: TASK OPTIMIZER --options. The most important ones come first.
+    at_once: int = 1  # Runs at the same time. With 1, their times are recorded as exclusive.
+    minutes: float | None = None  # Time limit. Unfinished runs write a checkpoint, and the same command resumes them.
+    data_dir: Path = Session.data_dir  # Folder with the data, for lines that do not set their own.
+    output: Path = Session.output  # Folder for the runs.
 
 
 class _Job:
     """A run in a process of its own."""
 
-    def __init__(self, run: Run, session: Session, arguments: Sequence[str]) -> None:
-        self.run, self.precision, self._arguments = run, session.precision, arguments
-        self.result = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed).result
-        self._log = self.result.with_suffix(".log")
-        # What the duration of a run depends on most.
-        self.kind = (run.task, run.optimizer, run.config.epochs, run.config.steps)
-
-    def __str__(self) -> str:
-        return f"{self.run.task}: {self.run.label}, seed {self.run.seed}"
+    def __init__(self, run: Run, arguments: Sequence[str], precision: str, output: Path) -> None:
+        self.run, self.arguments, self.precision = run, arguments, precision
+        self.name = f"{run.task}: {run.label}, seed {run.seed}"
+        self.kind = (run.task, run.optimizer, run.config.epochs, run.config.steps)  # what decides its duration
+        self.result = RunFiles(output=output, task=run.task, label=run.label, seed=run.seed).result
+        self.log = self.result.with_suffix(".log")
 
     def start(self, at_once: int) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "adahessian", "train", *self._arguments]
+        """Start the process. Without OMP_NUM_THREADS, several processes share the cores."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "adahessian", "train", *self.arguments]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
         self.started = time.monotonic()
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=threads | os.environ
             )
 
-    def report(self) -> str:
-        """Return how the run ended, and delete its log unless it failed."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if self.failed:
-            return "\n          ".join([f"failed    {self}", *lines[-8:], f"Log: {self._log}"])
-        self._log.unlink()
-        return f"finished  {lines[-1]}" if self.process.returncode == 0 else f"stopped   {self}"
-
-    @property
-    def failed(self) -> bool:
-        return self.process.returncode not in (0, *_STOPPED)
+    def end(self) -> tuple[str, bool]:
+        """Return how the run ended and whether it failed. Delete its log unless it failed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if self.process.returncode not in (0, -signal.SIGTERM, 130):  # the last two were asked to stop
+            return "\n          ".join([f"failed    {self.name}", *lines[-8:], f"Log: {self.log}"]), True
+        self.log.unlink()
+        return f"stopped   {self.name}" if self.process.returncode else f"finished  {lines[-1]}", False
 
 
 def main(argv: Sequence[str]) -> None:
@@ -97,8 +79,7 @@ def main(argv: Sequence[str]) -> None:
     console.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished.")
     with Interrupts() as interrupts:
         failed = _work(queue, waiting, interrupts, console)
-    left = sum(not job.result.exists() for job in jobs) - failed
-    if left:
+    if left := sum(not job.result.exists() for job in jobs) - failed:
         console.print(f"{left} runs are left. Run the same command to continue.")
     if interrupts.requested:
         raise StoppedError("The queue was interrupted.", planned=False)
@@ -126,7 +107,7 @@ def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Co
                 can_finish = expected > limit or time.monotonic() + expected < until
                 if can_finish and len(running) < queue.at_once:
                     waiting.remove(job)
-                    console.print(f"started   {job}")
+                    console.print(f"started   {job.name}")
                     job.start(queue.at_once)
                     running.append(job)
             if not running:
@@ -135,8 +116,9 @@ def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Co
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
                 seconds[job.kind] = max(time.monotonic() - job.started, seconds.get(job.kind, 0.0))
-                failed += job.failed
-                console.print(job.report())
+                how, has_failed = job.end()
+                failed += has_failed
+                console.print(how)
     finally:  # whatever happens, no process stays behind
         for job in running:
             job.process.terminate()
@@ -144,11 +126,7 @@ def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Co
 
 
 def _read(queue: Queue) -> list[_Job]:
-    """Return the runs of the file, each once.
-
-    Raises:
-        ConfigError: If a line is invalid, or has the name of another run.
-    """
+    """Return the runs of the file, each once. All lines are checked, and one error names all that are wrong."""
     try:
         lines = queue.file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -157,14 +135,12 @@ def _read(queue: Queue) -> list[_Job]:
     problems = []
     for number, line in enumerate(lines, 1):
         try:
-            for job in _parse(_COMMENT.sub("", line), queue):
+            for job in _parse(re.sub(r"(^|\s)#.*", "", line), queue):
                 earlier = known.setdefault(job.result, job)
                 if (earlier.run, earlier.precision) != (job.run, job.precision):
                     raise ConfigError("An earlier line with other options has the same name. Pass another --name.")
-        except (LabError, ValueError) as error:
-            problems.append(f"{queue.file}, line {number}: {error}")
-        except SystemExit:  # the parser has printed why
-            problems.append(f"{queue.file}, line {number}: {line}")
+        except (LabError, ValueError, SystemExit) as error:  # before it exits, the parser prints why
+            problems.append(f"{queue.file}, line {number}: {line if isinstance(error, SystemExit) else error}")
     if problems or not known:
         raise ConfigError("\n".join(problems) or f"{queue.file} has no runs. Write one per line.")
     return [*known.values()]
@@ -172,16 +148,16 @@ def _read(queue: Queue) -> list[_Job]:
 
 def _parse(line: str, queue: Queue) -> Iterator[_Job]:
     """Yield the runs of a line, one per seed."""
-    words = shlex.split(line.strip().removeprefix("adahessian train"))
-    if not words:
+    line = line.strip().removeprefix("adahessian train")
+    if not line:
         return
-    runs, session = parse_runs(words, "adahessian train")
+    runs, session = parse_runs(shlex.split(line), "adahessian train")
     if reserved := [name for name in _RESERVED if getattr(session, name) != getattr(Session, name)]:
         option = reserved[0].replace("_", "-")
         raise ConfigError(f"--{option} cannot be set in a queue. Pass --output and --minutes to `adahessian queue`.")
-    common = ["--output", str(queue.output), "--resume", *(["--exclusive"] if queue.at_once == 1 else [])]
+    common = ["--output", str(queue.output), "--resume", *["--exclusive"] * (queue.at_once == 1)]
     if session.data_dir == Session.data_dir:
         common += ["--data-dir", str(queue.data_dir)]
-    own = shlex.split(_SEEDS.sub("", line).strip().removeprefix("adahessian train"))
+    own = shlex.split(re.sub(r"--seeds[=\s][\d\s]*", "", line))
     for run in runs:
-        yield _Job(run, replace(session, output=queue.output), [*own, *common, "--seeds", str(run.seed)])
+        yield _Job(run, [*own, *common, "--seeds", str(run.seed)], session.precision, queue.output)

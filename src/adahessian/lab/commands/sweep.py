@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 from statistics import fmean, stdev
 from typing import Any
 
@@ -33,35 +33,10 @@ class Sweep:
     training examples: see --holdout of `adahessian train`.
     """
 
-    trials: int = 5
-    """Trials per optimizer. The first one has the given settings."""
-
-    final_seeds: tuple[int, ...] = ()
-    """Then train the selected settings on all training data, with these seeds."""
-
-    final_budgets: tuple[float, ...] = (1.0,)
-    """Lengths of these runs, as multiples of the trials' length."""
-
-    lr_factors: tuple[float, ...] = ()
-    """Instead of trials: multiples of the learning rate, such as 0.5 1 2."""
-
-    vary: tuple[str, ...] = ()
-    """Instead of trials: an option and its values, such as block-size 64 256."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One setting of an optimizer, with one run per seed."""
-
-    runs: list[Run]
-    results: list[RunResult] = field(default_factory=list)
-
-    def scores(self, metric: Metric, *, final: bool) -> list[float]:
-        """Return the metric of each run's final weights or last evaluation, NaN for runs that diverged."""
-        return [
-            math.nan if each.status == "diverged" else each.final[metric.name] if final else each.curve[metric.name][-1]
-            for each in self.results
-        ]
+    trials: int = 5  # Trials per optimizer. The first one has the given settings.
+    final_seeds: tuple[int, ...] = ()  # Then train the selected settings on all training data, with these seeds.
+    lr_factors: tuple[float, ...] = ()  # Instead of trials: multiples of the learning rate, such as 0.5 1 2.
+    vary: tuple[str, ...] = ()  # Instead of trials: an option and its values, such as block-size 64 256.
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,7 +44,15 @@ def main(argv: Sequence[str]) -> None:
     names = [*takewhile(lambda word: not word.startswith("-"), argv)]
     arguments: Any = argv[len(names) :]
     sweep, options = tyro.cli(Sweep, args=arguments, prog=f"{PROG} TASK OPTIMIZER ...", return_unknown_args=True)
-    _check(sweep, names)
+    if len(names) < 2:
+        raise ConfigError(f"A task and at least one optimizer are needed. Run: {PROG} TASK OPTIMIZER ...")
+    at_least(1, trials=sweep.trials)
+    for factor in sweep.lr_factors:
+        positive(lr_factors=factor)
+    if len(sweep.vary) == 1:
+        raise ConfigError(f"--vary {sweep.vary[0]} has no values. Pass an option and its values.")
+    if bool(sweep.vary) + bool(sweep.lr_factors) + bool(sweep.final_seeds) > 1:
+        raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
     commands = [[names[0], optimizer, *options] for optimizer in dict.fromkeys(names[1:])]
     parsed = [parse_runs(command, PROG) for command in commands]
     for run in (runs[0] for runs, _ in parsed):
@@ -80,26 +63,13 @@ def main(argv: Sequence[str]) -> None:
     if not (sweep.vary or sweep.lr_factors):
         _tune([[*_trials(runs, sweep.trials)] for runs, _ in parsed], sweep, session, console)
         return
-    trials = []
+    results = []
     for command, (runs, _) in zip(commands, parsed, strict=True):
         lrs = [f"{runs[0].config.optimizer.lr * factor:.6g}" for factor in sweep.lr_factors]
         option, *values = sweep.vary or ["lr", *lrs]
-        trials += [Trial(runs=parse_runs([*command, f"--{option}", value], PROG)[0]) for value in values]
-    _execute(trials, session, console)
-    console.print(_table(trials, trials[0].runs[0].config.task.metric, final=True))
-
-
-def _check(sweep: Sweep, names: Sequence[str]) -> None:
-    if len(names) < 2:
-        raise ConfigError(f"A task and at least one optimizer are needed. Run: {PROG} TASK OPTIMIZER ...")
-    at_least(1, trials=sweep.trials)
-    for name in ("lr_factors", "final_budgets"):
-        for factor in getattr(sweep, name):
-            positive(**{name: factor})
-    if len(sweep.vary) == 1:
-        raise ConfigError(f"--vary {sweep.vary[0]} has no values. Pass an option and its values.")
-    if bool(sweep.vary) + bool(sweep.lr_factors) + bool(sweep.final_seeds) > 1:
-        raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
+        trials = [parse_runs([*command, f"--{option}", value], PROG)[0] for value in values]
+        results += [_train(trial, session, console) for trial in trials]
+    console.print(_table(results, parsed[0][0][0].config.task.metric))
 
 
 def _with(run: Run, config: RunConfig) -> Run:
@@ -108,18 +78,7 @@ def _with(run: Run, config: RunConfig) -> Run:
     return replace(run, config=config, label=label(run.optimizer, config, preset))
 
 
-def _scaled(config: RunConfig, budget: float) -> RunConfig:
-    """Return a config of another length. Epochs and steps are rounded."""
-
-    def scale(length: int) -> int:
-        return max(1, round(length * budget))
-
-    schedule = replace(config.schedule, decay_epochs=tuple(map(scale, config.schedule.decay_epochs)))
-    steps = config.steps and scale(config.steps)
-    return replace(config, epochs=scale(config.epochs), steps=steps, schedule=schedule)
-
-
-def _trials(runs: Sequence[Run], count: int) -> Iterator[Trial]:
+def _trials(runs: Sequence[Run], count: int) -> Iterator[list[Run]]:
     """Yield the given settings, then quasi-random ones in the ranges that the optimizer's config says."""
     from torch.quasirandom import SobolEngine
 
@@ -140,55 +99,59 @@ def _trials(runs: Sequence[Run], count: int) -> Iterator[Trial]:
     ]
     for setting in ({}, *settings):
         changed = replace(config, task=task, optimizer=replace(optimizer, **setting))
-        yield Trial(runs=[_with(run, changed) for run in runs])
+        yield [_with(run, changed) for run in runs]
 
 
-def _tune(of_optimizers: Sequence[Sequence[Trial]], sweep: Sweep, session: Session, console: Console) -> None:
-    _execute([trial for trials in of_optimizers for trial in trials], session, console)
-    task = of_optimizers[0][0].runs[0].config.task
+def _tune(settings: Sequence[Sequence[list[Run]]], sweep: Sweep, session: Session, console: Console) -> None:
+    """Run the trials of each optimizer, and the selected settings with the final seeds."""
+    task = settings[0][0][0].config.task
     metric = task.validation_metric
-    console.print(_table([trial for trials in of_optimizers for trial in trials], metric, final=False))
-    selected = []
-    for trials in of_optimizers:
-        means = {fmean(trial.scores(metric, final=False)): trial for trial in reversed(trials)}
-        finite = [mean for mean in means if math.isfinite(mean)]
+    results = [[_train(runs, session, console) for runs in trials] for trials in settings]
+    console.print(_table(chain(*results), metric))
+    finals: list[list[Run]] = []
+    for trials, found in zip(settings, results, strict=True):
+        means = [(fmean(_scores(each, metric)), runs[0]) for runs, each in zip(trials, found, strict=True)]
+        finite = [pair for pair in means if math.isfinite(pair[0])]
         if not finite:
-            console.print(f"{trials[0].runs[0].optimizer}: every trial diverged.")
+            console.print(f"{trials[0][0].optimizer}: every trial diverged.")
             continue
-        best = max(finite) if metric.higher_is_better else min(finite)
-        run = means[best].runs[0]
+        best, run = max(finite, key=lambda pair: pair[0] if metric.higher_is_better else -pair[0])
         own = find_preset(run.task).config(run.optimizer).task.holdout
         if run.config.task.holdout != own:
             run = _with(run, replace(run.config, task=replace(run.config.task, holdout=own)))
         console.print(f"{run.optimizer}: {shown(metric, {metric.name: best})}, the best of {len(trials)} trials")
         console.print(f"  {train_line(run)}")
-        for budget in sweep.final_budgets:
-            final = _with(run, _scaled(run.config, budget))
-            selected.append(Trial(runs=[replace(final, seed=seed) for seed in sweep.final_seeds]))
-    if sweep.final_seeds and selected:
-        _execute(selected, session, console, {"trials": sweep.trials, "selected_on": metric.name})
-        console.print(_table(selected, task.metric, final=True))
+        finals.append([replace(run, seed=seed) for seed in sweep.final_seeds])
+    if sweep.final_seeds and finals:
+        selection = {"trials": sweep.trials, "selected_on": metric.name}
+        console.print(_table([_train(runs, session, console, selection) for runs in finals], task.metric))
 
 
-def _execute(
-    trials: Iterable[Trial], session: Session, console: Console, selection: dict[str, Any] | None = None
-) -> None:
-    for trial in trials:
-        for run in trial.runs:
-            result = execute(run, session, console=console, selection=selection)
-            if selection is not None and result.selection != selection:  # it was finished before
-                result = replace(result, selection=selection)
-                files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
-                write_json(files.result, result.to_json())
-            trial.results.append(result)
+def _train(
+    runs: Iterable[Run], session: Session, console: Console, selection: dict[str, Any] | None = None
+) -> list[RunResult]:
+    """Train a setting with each seed. Runs that were finished before they were selected are marked."""
+    results = []
+    for run in runs:
+        result = execute(run, session, console=console, selection=selection)
+        if selection is not None and result.selection != selection:
+            result = replace(result, selection=selection)
+            files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
+            write_json(files.result, result.to_json())
+        results.append(result)
+    return results
 
 
-def _table(trials: Iterable[Trial], metric: Metric, *, final: bool) -> Table:
+def _scores(results: Iterable[RunResult], metric: Metric) -> list[float]:
+    """Return the metric of each run's final weights, NaN for runs that diverged."""
+    return [math.nan if each.status == "diverged" else each.final[metric.name] for each in results]
+
+
+def _table(results: Iterable[Sequence[RunResult]], metric: Metric) -> Table:
     table = Table("run", metric.title, "seeds", "diverged")
-    for trial in trials:
-        scores = [score for score in trial.scores(metric, final=final) if math.isfinite(score)]
+    for each in results:
+        scores = [score for score in _scores(each, metric) if math.isfinite(score)]
         mean = f"{fmean(scores):.{metric.digits}f}" if scores else ""
         spread = f" ± {stdev(scores):.{metric.digits}f}" if len(scores) > 1 else ""
-        diverged = len(trial.results) - len(scores)
-        table.add_row(trial.runs[0].label, mean + spread, f"{len(scores)}", f"{diverged or ''}")
+        table.add_row(each[0].label, mean + spread, f"{len(scores)}", f"{len(each) - len(scores) or ''}")
     return table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from typing import Annotated
 
 import tyro
+from tyro.conf import Positional
 
 from adahessian.lab.commands.train import typed
 from adahessian.lab.configs import PRESETS, Preset, find_preset
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
     print("\n`adahessian tasks NAME` shows the settings of a task.")
 
 
-def _parse(task: Annotated[str | None, tyro.conf.Positional] = None) -> str | None:
+def _parse(task: Positional[str | None] = None) -> str | None:
     """List tasks, or show the data, the notes and the settings of one."""
     return task
 
@@ -40,15 +40,11 @@ def _description(preset: Preset) -> Iterator[str]:
     for optimizer, values in options.items():
         own = {name: value for name, value in values.items() if name not in common}
         yield f"{optimizer:<{width}}  {' '.join(typed(own))}"
-    if numbers := [*_paper_numbers(preset.name)]:
-        yield "\nIn the paper:\n" + "\n".join(numbers)
+    numbers = files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text(encoding="utf-8")
+    for place, row in enumerate(row for row in csv.DictReader(numbers.splitlines()) if row["task"] == preset.name):
+        spread = f" ± {row['std']}" if row["std"] else ""
+        settings = " ".join(filter(None, [row["optimizer"], row["override"]]))
+        yield (
+            "\nIn the paper:\n" * (place == 0) + f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{spread}"
+        )
     yield f"\nadahessian train {preset.name}" + ("" if preset.needs_no_data else " --data-dir DIR")
-
-
-def _paper_numbers(task: str) -> Iterator[str]:
-    text = files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
-        if row["task"] == task:
-            std = f" ± {row['std']}" if row["std"] else ""
-            settings = " ".join(filter(None, [row["optimizer"], row["override"]]))
-            yield f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{std}"

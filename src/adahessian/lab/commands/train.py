@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +24,13 @@ from adahessian.lab.results.run_file import RunFiles, RunResult, read_run
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_OPTIMIZER = "adahessian-kron"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a task. Options default to the preset of the task and the optimizer."""
 
-    seeds: tuple[int, ...] = (1,)
-    """Seeds. Each is a run of its own."""
-
-    name: str | None = None
-    """Name of the runs. None names them by their optimizer and changed options."""
-
+    seeds: tuple[int, ...] = (1,)  # Seeds. Each is a run of its own.
+    name: str | None = None  # Name of the runs. None names them by their optimizer and changed options.
     config: RunConfig
     session: Session
 
@@ -51,28 +47,22 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
-    """Return one run per seed, and the session, from ``[TASK, OPTIMIZER, --options...]``.
-
-    Raises:
-        ConfigError: If the task or the optimizer does not exist, or an option has an invalid value.
-    """
-    words = [*argv]
-    if not words or words[0].startswith("-"):
-        usage = f"Usage: {prog} TASK [OPTIMIZER] [--options]\n\nTasks: {', '.join(PRESETS)}.\n"
-        usage += f"Optimizers: {', '.join(OPTIMIZERS)}.\n\n{prog} TASK OPTIMIZER --help lists the options."
-        if words[:1] in (["-h"], ["--help"]):
-            print(usage)
-            raise SystemExit(0)
+    """Return one run per seed, and the session, from ``[TASK, OPTIMIZER, --options...]``."""
+    names = [*takewhile(lambda word: not word.startswith("-"), argv[:2])]
+    usage = f"Usage: {prog} TASK [OPTIMIZER] [--options]\n\nTasks: {', '.join(PRESETS)}.\n"
+    usage += f"Optimizers: {', '.join(OPTIMIZERS)}.\n\n{prog} TASK OPTIMIZER --help lists the options."
+    if not names and argv and argv[0] in ("-h", "--help"):
+        print(usage)
+        raise SystemExit
+    if not names:
         raise ConfigError(f"The name of a task comes first.\n{usage}")
-    task = words.pop(0)
-    preset = find_preset(task)
-    optimizer = words.pop(0) if words and not words[0].startswith("-") else DEFAULT_OPTIMIZER
+    preset, optimizer = find_preset(names[0]), names[1] if len(names) > 1 else "adahessian-kron"
     default = Train(config=preset.config(optimizer), session=Session())
     parsed: Train = tyro.cli(
         Train,
-        args=words,
+        args=argv[len(names) :],
         default=default,
-        prog=f"{prog} {task} {optimizer}",
+        prog=f"{prog} {preset.name} {optimizer}",
         config=(tyro.conf.AvoidSubcommands, tyro.conf.OmitArgPrefixes),
     )
     if not parsed.seeds or min(parsed.seeds) < 0:
@@ -80,8 +70,8 @@ def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
     if parsed.name is not None and Path(parsed.name).name != parsed.name:
         raise ConfigError(f"--name {parsed.name} contains a folder. Pass the folder as --output.")
     name = parsed.name or label(optimizer, parsed.config, default.config)
-    config, session = parsed.config, parsed.session
-    return [Run(task=task, optimizer=optimizer, config=config, seed=seed, label=name) for seed in parsed.seeds], session
+    run = partial(Run, task=preset.name, optimizer=optimizer, config=parsed.config, label=name)
+    return [run(seed=seed) for seed in parsed.seeds], parsed.session
 
 
 def execute(
@@ -89,15 +79,7 @@ def execute(
 ) -> RunResult:
     """Train a run to its end, or resume it. With ``session.resume``, return the result of a finished run.
 
-    Args:
-        run: What to train.
-        session: Where and how.
-        console: Where to print, by default standard output. Only rank 0 prints.
-        selection: Trials and the metric that chose the configuration, if a sweep did.
-
-    Raises:
-        LabError: If the run cannot be done.
-        StoppedError: If a signal or the session stopped it.
+    ``selection`` holds the trials and the metric that chose the configuration, if a sweep did. Only rank 0 prints.
     """
     from adahessian.lab.training.distributed import process_group, rank
     from adahessian.lab.training.interrupts import Interrupts
@@ -109,8 +91,7 @@ def execute(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     device = _device(session.device)
     files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
-    finished = _finished(run, session, files, device)
-    if finished is not None:
+    if finished := _finished(run, session, files, device):
         say(f"{files.result} is finished. Skipped.")
         return finished
     try:
@@ -134,8 +115,6 @@ def execute(
         say(f"{stopped} Run the same command with --resume{instead} to continue.")
         raise
     except DataError as error:
-        if run.task not in PRESETS:
-            raise
         hint = f"`adahessian fetch {run.task}` downloads the data or says where it is."
         raise DataError(f"{error}\n{hint}") from error
     except OSError as error:
@@ -144,8 +123,7 @@ def execute(
             f"{where} cannot be read or written: {error.strerror or error}. Free some space or choose another "
             "--output, then continue with --resume. Files written before are intact."
         ) from error
-    metric = run.config.task.metric
-    say(f"{shown(metric, result.final) or result.status}: {files.result}")
+    say(f"{shown(run.config.task.metric, result.final) or result.status}: {files.result}")
     return result
 
 
@@ -171,23 +149,19 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
 
 
 def _finished(run: Run, session: Session, files: RunFiles, device: torch.device) -> RunResult | None:
-    """Return the result of a finished run that ``--resume`` skips.
-
-    Raises:
-        RunExistsError: If there is an earlier run, and neither ``--resume`` nor ``--overwrite``.
-    """
+    """Return the result of a finished run that ``--resume`` skips."""
     from adahessian.lab.training.distributed import world_size
     from adahessian.lab.training.identity import changed, effective_precision, identity
 
-    is_finished, is_begun = files.result.exists(), files.checkpoint.exists()
-    if session.overwrite or not (is_finished or is_begun):
+    existing = next((path for path in (files.result, files.checkpoint) if path.exists()), None)
+    if existing is None or session.overwrite:
         return None
     if not session.resume:
+        done = "skip" if existing == files.result else "continue"
         raise RunExistsError(
-            f"{files.result if is_finished else files.checkpoint} exists. Pass --resume to "
-            f"{'skip' if is_finished else 'continue'} it, --overwrite to start over, or another --name or --output."
+            f"{existing} exists. Pass --resume to {done} it, --overwrite to start over, or another --name or --output."
         )
-    if not is_finished:
+    if existing == files.checkpoint:
         return None
     result = read_run(files.result)
     before = identity(result, result.conditions["precision"], result.conditions["processes"])
@@ -203,10 +177,8 @@ def _finished(run: Run, session: Session, files: RunFiles, device: torch.device)
 def _device(name: str | None) -> torch.device:
     import torch
 
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type != "cuda":  # on a GPU, every rank would allocate memory on the first one
             torch.zeros((), device=device).item()
         elif not torch.cuda.is_available():
@@ -231,6 +203,5 @@ def _own_folder(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 if {path.name for path in folder.iterdir()} <= {".lock"}:
-                    (folder / ".lock").unlink(missing_ok=True)
-                    folder.rmdir()
+                    shutil.rmtree(folder)
                     folder.parent.rmdir()

@@ -10,33 +10,21 @@ from typing import Any
 import pandas as pd
 
 from adahessian.lab.configs import PRESETS
-from adahessian.lab.results.frames import summarize
+from adahessian.lab.results.frames import most_seeds, summarize
 
-_FILE = Path(__file__).with_name("paper_numbers.csv")
 _STEP_TIME = "step_ms / "
 
 
 def paper_numbers() -> pd.DataFrame:
-    """Return every number of the paper, one row each.
-
-    ``override`` holds what differs from the preset, as labels write it. ``seeds`` is the number of runs behind the
-    mean. It is 0 for numbers that no run of ours can reproduce, such as averages over tasks.
-    """
-    numbers = pd.read_csv(_FILE, dtype={"override": str}).fillna({"override": ""})
+    """Return every number of the paper, one row each. ``seeds`` is 0 where no run of ours can reproduce it."""
+    numbers = pd.read_csv(Path(__file__).with_name("paper_numbers.csv")).fillna({"override": ""})
     return numbers.assign(label=(numbers.optimizer + " " + numbers.override).str.strip())
 
 
 def beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's numbers with ours: the columns ours, ours_std, n, diverged and best.
-
-    ``best`` is the mean over seeds of the best evaluation, which the authors' script for CIFAR-10 reports.
-
-    Args:
-        runs: Rows of :func:`adahessian.lab.results.frames.runs`. Other labels than the paper's are ignored.
-    """
+    """Return the paper's numbers with ours. ``best`` is what the authors' script reports: the best evaluation."""
     numbers = paper_numbers()
-    ours = [_ours(dict(row), runs) for _, row in numbers.iterrows()]
-    return numbers.join(pd.DataFrame(ours, index=numbers.index))
+    return numbers.join(pd.DataFrame([_ours(row, runs) for row in numbers.to_dict("records")]))
 
 
 def missing(runs: pd.DataFrame) -> Iterator[str]:
@@ -44,34 +32,23 @@ def missing(runs: pd.DataFrame) -> Iterator[str]:
     wanted = paper_numbers()
     wanted = wanted[(wanted.seeds > 0) & ~wanted.metric.str.startswith(_STEP_TIME)]
     for (task, label), numbers in wanted.groupby(["task", "label"], sort=False):
-        have = set(runs[(runs.task == task) & (runs.label == label)].seed)
-        lacking = max(0, int(numbers.seeds.max()) - len(have))
-        seeds = [seed for seed in range(1, len(have) + lacking + 1) if seed not in have][:lacking]
-        if seeds:
+        have, most = set(runs[(runs.task == task) & (runs.label == label)].seed), int(numbers.seeds.max())
+        if seeds := [seed for seed in range(1, most + len(have) + 1) if seed not in have][: max(0, most - len(have))]:
+            optimizer, *options = str(label).split()
+            words = [optimizer, *(f"--{option.replace('=', ' ').replace('+', ' ')}" for option in options)]
             yield f"# {', '.join(numbers.table.unique())}: {PRESETS[str(task)].title}"
-            yield f"{task} {_options(str(label))} --seeds {' '.join(map(str, seeds))}"
+            yield f"{task} {' '.join(words)} --seeds {' '.join(map(str, seeds))}"
 
 
-def _ours(row: dict[str, Any], runs: pd.DataFrame) -> dict[str, Any]:
+def _ours(row: dict[Any, Any], runs: pd.DataFrame) -> dict[str, Any]:
     nothing = {"ours": math.nan, "ours_std": math.nan, "n": 0, "diverged": 0, "best": math.nan}
-    own = runs[(runs.task == row["task"]) & (runs.label == row["label"])]
+    runs = runs[runs.task == row["task"]]
+    own = runs[runs.label == row["label"]]
     if row["seeds"] == 0 or own.empty:
         return nothing
     if row["metric"].startswith(_STEP_TIME):
-        base = runs[(runs.task == row["task"]) & (runs.label == row["metric"].removeprefix(_STEP_TIME))]
+        base = runs[runs.label == row["metric"].removeprefix(_STEP_TIME)]
         return {**nothing, "ours": own.step_ms.median() / base.step_ms.median(), "n": int(own.step_ms.count())}
-    # Of runs under several conditions, those with the most seeds.
-    group = summarize(own, row["metric"]).sort_values("n", kind="stable").iloc[-1]
-    is_watched = own.watched.iloc[0] == row["metric"]
-    return {
-        "ours": group["mean"],
-        "ours_std": group["std"],
-        "n": int(group["n"]),
-        "diverged": int(group["diverged"]),
-        "best": group["best"] if is_watched else math.nan,
-    }
-
-
-def _options(label: str) -> str:
-    optimizer, *options = label.split()
-    return " ".join([optimizer, *(f"--{option.replace('=', ' ').replace('+', ' ')}" for option in options)])
+    group = summarize(most_seeds(own), row["metric"]).iloc[0]
+    best = group["best"] if own.watched.iloc[0] == row["metric"] else math.nan
+    return {**group[["n", "diverged"]], "ours": group["mean"], "ours_std": group["std"], "best": best}

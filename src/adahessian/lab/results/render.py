@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,35 @@ import pandas as pd
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import RunFileError
 from adahessian.lab.results import frames, plots, tables
-from adahessian.lab.results.tables import Section
 
-DRAWN: dict[str, Callable[[pd.DataFrame, str], Figure]] = {
-    "race": lambda runs, title: plots.race(runs, _metric(runs), title),
-    "lr": lambda runs, title: plots.lr_sensitivity(runs, _metric(runs), title),
-    "cost": lambda runs, title: plots.cost_against_quality(frames.summarize(_main(runs)), _metric(runs), title),
-    "seeds": lambda runs, title: plots.every_seed(_main(runs), _metric(runs), title),
-}
+DRAWN = {"race": plots.race, "lr": plots.lr_sensitivity, "cost": plots.cost_against_quality, "seeds": plots.every_seed}
 """Figures of the runs of one task."""
 
 
-def can_draw(name: str, runs: pd.DataFrame) -> bool:
-    """Return whether there are runs for a figure of one task."""
-    if name == "race":
-        return bool(runs.groupby("family")["label"].nunique().gt(1).any())
-    if name == "lr":
-        return bool(runs.groupby("recipe")["lr"].nunique().gt(2).any())
-    return bool(runs["step_ms" if name == "cost" else "value"].notna().any())
+def draw(name: str, runs: pd.DataFrame, *subtitle: str) -> Figure:
+    """Return a figure of the runs of one task."""
+    return DRAWN[name](runs, frames.metric_of(runs), ": ".join([tables.heading(runs.task.iloc[0]), *subtitle]))
 
 
-def page(runs: pd.DataFrame, curves: pd.DataFrame, bench: pd.DataFrame) -> str:
+def page(runs: pd.DataFrame, bench: pd.DataFrame) -> str:
     """Return the report as one HTML page that needs no other file."""
+    finals = runs[~runs.is_trial]
+    across = [
+        plots.svg(draw(name, own, subtitle), f"{name} {task}")
+        for name, subtitle in {"race": "result by budget", "lr": "result by learning rate", "cost": "cost"}.items()
+        for task, own in finals.groupby("task", sort=False)
+        if len(frames.shown_in(name, own))
+    ]
     shown = [
         {
-            "title": section.title,
-            "table": tables.task_table(section),
-            "figures": [
-                plots.svg(each, f"{section.title} {place}") for place, each in enumerate(_figures(section, curves))
-            ],
-            "provenance": _provenance(section.runs),
+            "title": title,
+            "table": tables.task_table(own),
+            "figures": [plots.svg(each, f"{title} {place}") for place, each in enumerate(_figures(own))],
+            "provenance": _provenance(own),
         }
-        for section in tables.sections(runs)
-    ]
-    finals = runs[(runs.study == "") & ~runs.is_trial]
-    across = [
-        plots.svg(DRAWN[name](own, f"{tables.heading(str(task))}: {title}"), f"{name} {task}")
-        for name, title in {"race": "result by budget", "lr": "result by learning rate", "cost": "cost"}.items()
-        for task, own in finals.groupby("task", sort=False)
-        if can_draw(name, own)
+        for title, own in tables.sections(runs)
     ]
     summaries = {"Comparison": tables.comparison(finals, {}), "The paper's numbers": tables.paper_table(finals)}
     template = _environment(Path(__file__).parent, autoescape=True).get_template("report.html.j2")
@@ -61,13 +49,51 @@ def page(runs: pd.DataFrame, curves: pd.DataFrame, bench: pd.DataFrame) -> str:
     )
 
 
-def _figures(section: Section, curves: pd.DataFrame) -> Iterator[Figure]:
+def markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: Path) -> tuple[str, dict[Path, Figure]]:
+    """Return RESULTS.md, whose template writes every number as an expression, and the figures that go to a folder."""
+    runs, figures = runs[~runs.is_trial], dict[Path, Figure]()
+
+    def of(task: str) -> pd.DataFrame:
+        return runs[runs.task == task]
+
+    def find(task: str, label: str) -> pd.DataFrame:
+        if (found := frames.most_seeds(runs[(runs.task == task) & (runs.label == label)])).empty:
+            raise RunFileError(f"There are no runs of {task}, {label}. Add them, or change the template.")
+        return found
+
+    def figure(name: str, task: str) -> str:
+        path = folder / f"{name}-{task}.png"
+        figures[path] = draw(name, of(task))
+        return f"![{tables.heading(task)}, {name}]({path.as_posix()})"
+
+    names = {
+        "runs": runs,
+        "result": lambda task, label, *metric: tables.result(find(task, label), *metric),
+        "versus": lambda task, *labels: tables.verdict(*(find(task, each) for each in labels)),
+        "verdicts": partial(tables.verdicts, runs),
+        "comparison": partial(tables.comparison, runs),
+        "differences": partial(tables.differences, runs),
+        "variants": lambda task, *arguments: tables.variants(of(task), *arguments),
+        "paper": partial(tables.paper_table, runs),
+        "costs": partial(tables.benches, bench),
+        "tasks_with": lambda figure: [task for task in runs.task.unique() if len(frames.shown_in(figure, of(task)))],
+        "race": lambda task: tables.race_table(of(task)),
+        "lr": lambda task: tables.lr_table(of(task)),
+        "figure": figure,
+    }
+    try:
+        text = _environment(template.parent, finalize=_as_markdown).get_template(template.name).render(names)
+    except jinja2.TemplateError as error:
+        raise RunFileError(f"{template} cannot be rendered ({error}). Correct the template.") from error
+    return text, figures
+
+
+def _figures(runs: pd.DataFrame) -> Iterator[Figure]:
     """Yield every seed, and the curves of the watched metric and of the loss."""
-    metric, runs = section.metric, section.runs
-    if runs.value.notna().any():
-        yield plots.every_seed(runs, metric)
-    rows = curves.merge(runs[[*frames.GROUP, "seed"]])
-    watched = frames.task_config(section.task, {"holdout": int(runs.is_trial.any())}).validation_metric
+    if len(frames.shown_in("seeds", runs)):
+        yield plots.every_seed(runs, frames.metric_of(runs))
+    rows = frames.curves(runs)
+    watched = frames.task_config(runs.task.iloc[0], {"holdout": int(runs.is_trial.any())}).validation_metric
     if rows.groupby("label").step.nunique().max() > 2:
         if rows.get(watched.name, pd.Series()).notna().any():
             yield plots.curves(rows, watched.name, watched.title, metric=watched)
@@ -75,101 +101,21 @@ def _figures(section: Section, curves: pd.DataFrame) -> Iterator[Figure]:
 
 
 def _provenance(runs: pd.DataFrame) -> pd.DataFrame:
-    rows = [
-        {
-            "label": row["label"],
-            "seed": str(row["seed"]),
-            **{name: str(each[name]) for name in ("command", "commit", "date")},
-            "hardware": str(each["hardware"].get("accelerator") or each["hardware"]["processor"]),
-            "versions": " ".join(f"{name} {version}" for name, version in each["versions"].items()),
-        }
-        for row in runs.to_dict("records")
-        for each in row["provenance"]
-    ]
-    return pd.DataFrame(rows)
+    each = runs[["label", "seed", "provenance"]].explode("provenance", ignore_index=True)
+    origins = pd.DataFrame([*each.pop("provenance")])
+    origins["versions"] = [" ".join(f"{name} {version}" for name, version in of.items()) for of in origins.versions]
+    origins["hardware"] = [frames.hardware(origin) for _, origin in origins.iterrows()]
+    return each.join(origins[["command", "commit", "date", "hardware", "versions"]]).astype(str)
 
 
-class Results:
-    """Renders RESULTS.md, whose template writes every number as an expression.
-
-    Args:
-        runs: Rows of ``frames.runs``.
-        bench: Rows of ``frames.bench``.
-        folder: Folder of figures, relative to the Markdown file.
-    """
-
-    def __init__(self, runs: pd.DataFrame, bench: pd.DataFrame, folder: Path) -> None:
-        self.runs, self.bench, self.folder = runs[(runs.study == "") & ~runs.is_trial], bench, folder
-        self.figures: dict[Path, Figure] = {}
-        """The figures that the template shows, by file."""
-
-    def render(self, template: Path) -> str:
-        """Return the Markdown.
-
-        Raises:
-            RunFileError: If the template is missing, has an error, or names runs that do not exist.
-        """
-        runs = self.runs
-        names: dict[str, Any] = {
-            "runs": runs,
-            "has": lambda task, label: len(self._of(task, label)) > 0,
-            "result": lambda task, label, *metric: tables.result(self._existing(task, label), *metric),
-            "versus": lambda task, *labels: tables.verdict(*(self._existing(task, each) for each in labels)),
-            "verdicts": lambda *arguments: list(tables.verdicts(runs, *arguments)),
-            "comparison": lambda choices: _markdown(tables.comparison(runs, choices)),
-            "differences": lambda choices: _markdown(tables.differences(runs, choices)),
-            "variants": lambda task, *arguments: _markdown(tables.variants(self._task(task), *arguments)),
-            "paper": lambda: _markdown(tables.paper_table(runs)),
-            "costs": lambda: [(title, _markdown(table)) for title, table in tables.benches(self.bench)],
-            "tasks_with": lambda figure: [task for task in runs.task.unique() if can_draw(figure, self._task(task))],
-            "race": lambda task: _markdown(tables.race_table(self._task(task))),
-            "lr": lambda task: _markdown(tables.lr_table(self._task(task))),
-            "figure": self._figure,
-        }
-        try:
-            return _environment(template.parent).get_template(template.name).render(names)
-        except jinja2.TemplateError as error:
-            raise RunFileError(f"{template} cannot be rendered ({error}). Correct the template.") from error
-
-    def _figure(self, name: str, task: str) -> str:
-        path = self.folder / f"{name}-{task}.png"
-        self.figures[path] = DRAWN[name](self._task(task), tables.heading(task))
-        return f"![{tables.heading(task)}, {name}]({path.as_posix()})"
-
-    def _task(self, task: str) -> pd.DataFrame:
-        return self.runs[self.runs.task == task]
-
-    def _of(self, task: str, label: str) -> pd.DataFrame:
-        return frames.most_seeds(self.runs[(self.runs.task == task) & (self.runs.label == label)])
-
-    def _existing(self, task: str, label: str) -> pd.DataFrame:
-        runs = self._of(task, label)
-        if runs.empty:
-            raise RunFileError(f"There are no runs of {task}, {label}. Add them, or change the template.")
-        return runs
+def _as_markdown(value: Any) -> Any:
+    """Return tables as Markdown, and other values as they are."""
+    if not isinstance(value, pd.DataFrame):
+        return value
+    align = ["left" if column in ("task", "setting", "table", "metric") else "right" for column in value]
+    return tabulate(value.to_dict("list"), headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
 
 
-def _markdown(table: pd.DataFrame) -> str:
-    align = ["left" if column in ("task", "setting", "table", "metric") else "right" for column in table]
-    return tabulate(table.to_dict("list"), headers="keys", tablefmt="pipe", disable_numparse=True, colalign=align)
-
-
-def _metric(runs: pd.DataFrame) -> Metric:
-    return frames.task_metric(runs.task.iloc[0])
-
-
-def _main(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of the length that most of them have."""
-    main: pd.DataFrame = runs[runs.length == runs.length.mode()[0]]
-    return main
-
-
-def _environment(folder: Path, *, autoescape: bool = False) -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        undefined=jinja2.StrictUndefined,
-        autoescape=autoescape,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+def _environment(folder: Path, **options: Any) -> jinja2.Environment:
+    options |= {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    return jinja2.Environment(loader=jinja2.FileSystemLoader(folder), undefined=jinja2.StrictUndefined, **options)
