@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adahessian.lab.tasks import images
-from adahessian.lab.tasks.images import Normalization
+from adahessian.lab.tasks.images import moments, normalization
 
 
 @pytest.fixture
@@ -22,7 +22,9 @@ def test_images_get_mean_0_and_deviation_1(constant):
     scaled = pixels.double() / 255
     deviations = scaled.std((0, 1, 2), correction=0)
     expected = (scaled - scaled.mean((0, 1, 2))) / torch.where(deviations == 0, 1.0, deviations)
-    torch.testing.assert_close(Normalization.of(pixels)(pixels), expected.float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        normalization(*moments(pixels), pixels.device)(pixels), expected.float(), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_an_epoch_has_every_image_once_with_its_label(task, monkeypatch):
@@ -32,7 +34,7 @@ def test_an_epoch_has_every_image_once_with_its_label(task, monkeypatch):
     assert torch.equal(outside, outside.all(2, keepdim=True) | outside.all(1, keepdim=True))
     monkeypatch.setattr(task.crops, "draw", lambda count, generator: torch.full((count,), 40))  # the middle
     inputs, labels = map(torch.cat, zip(*task.batches(0), strict=True))
-    expected = task.inputs(task.training.images)
+    expected = task.inputs(task.parts["training"].images)
     places = torch.tensor([int((expected == each).flatten(1).all(1).nonzero()) for each in inputs])
     assert places.sort().values.tolist() == list(range(15))
     assert torch.equal(labels, torch.cat([cifar10_examples(seed)[1] for seed in range(5)])[places])
@@ -43,7 +45,7 @@ def test_images_on_the_device_and_from_workers_are_the_same(tmp_path):
     held = load("image-folder-resnet18", tmp_path)
     for workers in (0, 2):
         streamed = load("image-folder-resnet18", tmp_path, workers=workers, cache_gib=0.0)
-        assert type(streamed.training) is not type(held.training)
+        assert type(streamed.parts["training"]) is not type(held.parts["training"])
         for skip in (0, 2):
             assert alike(list(streamed.batches(1, skip)), list(held.batches(1, skip)))
 
@@ -61,7 +63,7 @@ def model(task):
 @torch.no_grad()
 def test_accuracy_and_loss_are_those_of_the_logits(task, model):
     task.eval_batch_size = 2
-    test = task.evaluated["test"]
+    test = task.parts["test"]
     inputs = task.inputs(test.images)
     for shift, accuracy in ((0, 100), (1, 0)):
         test.labels = (model(inputs).argmax(1) + shift) % 10

@@ -21,7 +21,7 @@ from adahessian.lab.configs.optimizers import OPTIMIZERS
 from adahessian.lab.paper_figures import momentum, quadratic
 from adahessian.lab.paper_figures.style import BLUE, GRAY, ORANGE, STYLE, VERMILION, save
 from adahessian.lab.results.run_file import RunFiles, RunResult
-from adahessian.lab.tasks.science import PoissonTask
+from adahessian.lab.tasks.science import PINNTask
 from adahessian.lab.tasks.task import Env
 from adahessian.lab.training.checkpoint import load_checkpoint
 
@@ -141,7 +141,7 @@ def _draw_pinn(results: dict[str, list[RunResult]], output: Path) -> Figure:
 def _solve(run: RunResult, output: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return points, the exact solution, and that of the final network."""
     runs, _ = parse_runs([PINN, run.optimizer], PROG)
-    task = PoissonTask(runs[0].config.task, Env(data_dir=Path(), device=torch.device("cpu"), seed=run.seed))
+    task = PINNTask(runs[0].config.task, Env(data_dir=Path(), device=torch.device("cpu"), seed=run.seed))
     model = task.build_model()
     files = RunFiles(output=output / "runs", task=run.task, label=run.label, seed=run.seed)
     model.load_state_dict(load_checkpoint(files.weights))

@@ -22,12 +22,7 @@ _SOLUTIONS = {1: ((1.0, (1,)), (0.1, (6,))), 2: ((1.0, (1, 1)), (0.1, (3, 2)))}
 _BOUNDARY_POINTS, _GRID_POINTS = 64, {1: 2001, 2: 101}
 
 
-def load(config: PINNConfig, env: Env) -> PoissonTask:
-    """Return the task. It needs no data."""
-    return PoissonTask(config, env)
-
-
-class PoissonTask(Task[Points]):
+class PINNTask(Task[Points]):
     r"""Solve :math:`-\Delta u = f` on :math:`[-1, 1]^d` with :math:`u = 0` on the boundary.
 
     The exact solution is :math:`u^*(x) = \sum_k a_k \prod_i \sin(\pi \omega_{ki} x_i)`, which gives :math:`f`. The loss
@@ -85,8 +80,5 @@ class PoissonTask(Task[Points]):
 def _boundary(dimensions: int) -> Tensor:
     """Return points on the boundary: both ends of the interval, or evenly spaced ones on the sides of the square."""
     ends = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    if dimensions == 1:
-        return ends[:, None]
-    side = torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64)
-    vertical = torch.cartesian_prod(ends, side)
-    return torch.cat((vertical, vertical.flip(1)))
+    vertical = torch.cartesian_prod(ends, torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64))
+    return ends[:, None] if dimensions == 1 else torch.cat((vertical, vertical.flip(1)))
