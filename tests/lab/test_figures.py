@@ -13,7 +13,7 @@ from adahessian.lab.commands.train import execute, parse_runs
 from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import CheckpointError, ConfigError, LabError, RunFileError
 from adahessian.lab.paper_figures import momentum, quadratic, surface
-from adahessian.lab.paper_figures.momentum import LRS, STARTS, WITH, WITHOUT, Walks
+from adahessian.lab.paper_figures.momentum import LRS, STARTS, WITH, WITHOUT
 from adahessian.lab.results import frames, plots
 
 STEPS = 300
@@ -45,26 +45,24 @@ def walks():
 
 
 def test_hessian_momentum_helps_at_large_learning_rates(walks):
-    for lr, share, share_without in zip(LRS, walks[WITH].shares, walks[WITHOUT].shares, strict=True):
-        if lr >= 3:
-            assert share > share_without
+    counts, counts_without = (momentum.arrived(walks[beta2]).sum(1) for beta2 in (WITH, WITHOUT))
+    assert (counts > counts_without)[torch.tensor(LRS) >= 3].all()
 
 
 def test_points_do_not_feel_each_other(walks):
-    alone = quadratic.Points(momentum.wavy, [STARTS[40:41]])
-    path = quadratic.walk(alone, AdaHessian(alone.parameters(), lr=LRS[2]), steps=20)[0, :, 0]
-    torch.testing.assert_close(path, walks[WITH].positions[2, :21, 40])
+    path = quadratic.walk(momentum.wavy, [{"params": STARTS[40:41], "lr": LRS[2]}], AdaHessian, steps=20)[0, :, 0]
+    torch.testing.assert_close(path, walks[WITH][2, :21, 40])
 
 
 def test_passing_through_the_lowest_valley_is_not_arriving():
-    lowest, _ = momentum.lowest_minimum()
+    x = torch.linspace(0, 0.1, 100_001, dtype=torch.float64)
+    lowest = x[momentum.wavy(x).argmin()]
+    assert momentum.wavy(lowest).item() == pytest.approx(momentum.LOWEST, rel=1e-6)
     positions = torch.full((1, 301, 4), 0.5, dtype=torch.float64)
     positions[0, 7:, 0] = lowest
     positions[0, 7:, 1] = -lowest
     positions[0, 7:200, 2] = lowest
-    walk = Walks(positions)
-    assert walk.arrived.tolist() == [[True, True, False, False]]
-    assert walk.shares == [0.5]
+    assert momentum.arrived(positions).tolist() == [[True, True, False, False]]
 
 
 # Figure 2 -------------------------------------------------------------------------------------------------------------
@@ -121,10 +119,9 @@ def test_the_eigenvalue_of_largest_magnitude_comes_first(diagonal):
 def test_surface_is_the_loss_around_the_weights(tiny):
     before = {name: value.clone() for name, value in tiny.state_dict().items()}
     found = surface.measure_surface(tiny, lambda: loss_of(tiny), "2.weight")
-    assert found.parameters == 6
-    losses = torch.tensor(found.losses)
+    losses = found.losses
     assert losses.shape == (21, 21)
-    assert found.losses[10][10] == pytest.approx(loss_of(tiny).item(), rel=1e-6)
+    assert losses[10, 10] == pytest.approx(loss_of(tiny).item(), rel=1e-6)
     torch.testing.assert_close(dict(tiny.state_dict()), before)
     # The loss is quadratic in the last layer: second differences along either axis are the eigenvalues.
     step = found.offsets[1] - found.offsets[0]
