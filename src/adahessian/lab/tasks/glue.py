@@ -53,8 +53,7 @@ class GlueTask(ExampleTask[SentenceBatch]):
         """Return some examples as a batch."""
         texts, labels = examples
         tokens = tokenize([texts[i] for i in indices.tolist()], self.tokenizer, self.config.max_length)
-        tensors = {**tokens, "labels": labels[indices]}
-        return {name: to_device(tensor, self.env.device) for name, tensor in tensors.items()}
+        return to_device({**tokens, "labels": labels[indices]}, self.env.device)
 
     def loss(self, model: nn.Module, batch: SentenceBatch) -> Tensor:
         """Return the mean cross entropy, or the mean squared error of the score."""

@@ -99,11 +99,6 @@ class ClassificationTask(ExampleTask[Batch]):
         layout = torch.channels_last if images.is_cuda else torch.contiguous_format
         return normalized.permute(0, 3, 1, 2).contiguous(memory_format=layout)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the cross-entropy."""
-        images, labels = batch
-        return cross_entropy(model(images), labels)
-
     def scores(self, model: nn.Module, examples: HeldImages | StreamedImages) -> dict[str, float]:
         """Return accuracy in % and mean loss, and the accuracy with recomputed statistics of batch norm.
 

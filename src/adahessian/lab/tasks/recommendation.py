@@ -63,7 +63,7 @@ class ClickTask(ExampleTask[Tensors]):
         """Yield ``count`` rows at a time, and the rest."""
         for first in range(rows.start, rows.stop, count):
             examples = self.log.examples(first, min(first + count, rows.stop), self.config.hash_size)
-            yield tuple(to_device(tensor, self.env.device) for tensor in examples)
+            yield to_device(examples, self.env.device)
 
 
 def click_scores(logits: Tensor, labels: Tensor) -> dict[str, float]:

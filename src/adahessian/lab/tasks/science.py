@@ -37,7 +37,11 @@ class PINNTask(Task[Points]):
         dimensions = config.dimensions
         unit = SobolEngine(dimensions, scramble=True, seed=0).draw(config.points, dtype=torch.float64)
         self._points = env.my_share((2 * unit - 1).to(env.device))
-        self._boundary = _boundary(dimensions).to(env.device)
+        # Both ends of the interval, or evenly spaced points on the sides of the square.
+        ends = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+        vertical = torch.cartesian_prod(ends, torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64))
+        boundary = ends[:, None] if dimensions == 1 else torch.cat((vertical, vertical.flip(1)))
+        self._boundary = boundary.to(env.device)
         axis = torch.linspace(-1, 1, _GRID_POINTS[dimensions], dtype=torch.float64, device=env.device)
         self._grid = torch.cartesian_prod(*[axis] * dimensions).reshape(-1, dimensions)
         self._solution, force = self.exact(self._grid)
@@ -75,10 +79,3 @@ class PINNTask(Task[Points]):
         """Return the relative L2 error of the solution on a fine grid."""
         error = model(self._grid)[0] - self._solution
         return {"relative_error": (error.square().mean() / self._solution_scale).sqrt().item()}
-
-
-def _boundary(dimensions: int) -> Tensor:
-    """Return points on the boundary: both ends of the interval, or evenly spaced ones on the sides of the square."""
-    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    vertical = torch.cartesian_prod(ends, torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64))
-    return ends[:, None] if dimensions == 1 else torch.cat((vertical, vertical.flip(1)))

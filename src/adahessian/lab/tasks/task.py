@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from adahessian.base.batches import map_tensors
 from adahessian.lab.configs.run import RunConfig
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.training.random_streams import random_stream
@@ -82,7 +83,7 @@ def load_task(config: RunConfig, env: Env) -> Task[Any]:
         DataError: If data is missing or damaged.
     """
     config_class = type(config.task)
-    module = import_module(config_class.__module__.replace("lab.configs", "lab.tasks"))
+    module = import_module(config_class.__module__.replace("adahessian.lab.configs", "adahessian.lab.tasks"))
     name = f"{config_class.__name__.removesuffix('Config')}Task"
     if not hasattr(module, name):
         raise ConfigError(f"{config_class.__name__} has no task in {module.__name__}. Call the task's class {name}.")
@@ -109,6 +110,11 @@ class ExampleTask(Task[Batch]):
         order = torch.randperm(self.count, generator=random_stream("order", self.env.seed, epoch))
         batches = order.split(self.config.batch_size)[skip : self.steps_per_epoch]
         return [self.env.my_share(batch) for batch in batches]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the cross-entropy, where a batch is (inputs, labels)."""
+        inputs, labels = batch
+        return cross_entropy(model(inputs), labels)
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Return the scores on the examples that are held out, or on the test parts, or on both after training."""
@@ -144,11 +150,6 @@ class TensorTask(ExampleTask[Tensors]):
             indices = share.to(self.env.device)
             yield tuple(each[indices] for each in self.parts["training"])
 
-    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """Return the cross-entropy."""
-        inputs, labels = batch
-        return cross_entropy(model(inputs), labels)
-
     def scores(self, model: nn.Module, examples: Tensors) -> dict[str, float]:
         """Return accuracy in % and mean loss."""
         inputs, labels = examples
@@ -171,9 +172,12 @@ def split_holdout(count: int, holdout: int) -> tuple[Tensor, Tensor]:
     return order[:-holdout], order[-holdout:]
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for the work that the device has queued."""
-    if device.type != "cuda" or tensor.device == device:
-        return tensor.to(device)
-    # A copy from pageable memory would wait.
-    return tensor.pin_memory().to(device, non_blocking=True)
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch from the CPU to a device without waiting for the work that the device has queued."""
+    on_cuda = device.type == "cuda"
+
+    def copied(tensor: Tensor) -> Tensor:
+        # A copy from pageable memory would wait.
+        return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
+
+    return cast(Batch, map_tensors(copied, batch))

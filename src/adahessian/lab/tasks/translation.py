@@ -76,7 +76,7 @@ class TranslationTask(Task[PairBatch]):
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[PairBatch]:
         """Yield batches of pairs of about the same length."""
-        return map(self._on_device, self.training.epoch(epoch, skip))
+        return (to_device(batch, self.env.device) for batch in self.training.epoch(epoch, skip))
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
         """Return the cross entropy with smoothed labels, the mean over all tokens except padding."""
@@ -108,7 +108,7 @@ class TranslationTask(Task[PairBatch]):
         total, tokens = torch.zeros((), device=self.env.device), 0
         for _, batch in batches.in_order():
             count = int((batch[2] != PADDING).sum())
-            total += count * _token_loss(model, self._on_device(batch))
+            total += count * _token_loss(model, to_device(batch, self.env.device))
             tokens += count
         loss = total.item() / tokens
         return {f"{part}_loss": loss, f"{part}_perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -117,10 +117,6 @@ class TranslationTask(Task[PairBatch]):
         encoded = zip(self.subwords.encode(pairs.source), self.subwords.encode(pairs.target), strict=True)
         kept = [pair for pair in encoded if max(map(len, pair)) <= longest]
         return Sentences([source for source, _ in kept]), Sentences([target for _, target in kept])
-
-    def _on_device(self, batch: PairBatch) -> PairBatch:
-        source, read, target = (to_device(part, self.env.device) for part in batch)
-        return source, read, target
 
 
 def _token_loss(model: nn.Module, batch: PairBatch, label_smoothing: float = 0.0) -> Tensor:
