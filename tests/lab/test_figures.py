@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pandas as pd
@@ -16,7 +17,6 @@ from adahessian.lab.paper_figures import momentum, quadratic, surface
 from adahessian.lab.paper_figures.momentum import LRS, STARTS, WITH, WITHOUT
 from adahessian.lab.results import frames, plots
 
-STEPS = 300
 ACCURACY = Metric(name="test_accuracy", title="test accuracy, %")
 
 # Figure 1 -------------------------------------------------------------------------------------------------------------
@@ -27,11 +27,7 @@ def test_one_step_solves_the_quadratic():
     distances = {name: path.norm(dim=1) for name, path in paths.items()}
     assert distances[quadratic.ADAHESSIAN][1:].max() < 1e-6
     assert distances[quadratic.WITH_MOMENTUM][1] < 1e-6
-    assert distances[quadratic.GRADIENT_DESCENT][1] > 2
-
-
-def test_gradient_descent_has_its_best_learning_rate():
-    distance = quadratic.solve_quadratic()[quadratic.GRADIENT_DESCENT].norm(dim=1)
+    distance = distances[quadratic.GRADIENT_DESCENT]
     # The condition number is 10: no constant learning rate shrinks both coordinates by more than 9/11 per step.
     torch.testing.assert_close(distance[1:] / distance[:-1], torch.full_like(distance[1:], 9 / 11))
 
@@ -41,7 +37,7 @@ def test_gradient_descent_has_its_best_learning_rate():
 
 @pytest.fixture(scope="module")
 def walks():
-    return momentum.compare_momentum(0.9, steps=STEPS)
+    return momentum.compare_momentum(0.9, steps=300)
 
 
 def test_hessian_momentum_helps_at_large_learning_rates(walks):
@@ -82,18 +78,14 @@ def loss_of(model):
 
 
 def exact_hessian(model, names):
-    values = tuple(dict(model.named_parameters())[name].detach() for name in names)
+    values = [model.get_parameter(name).detach() for name in names]
 
-    def loss(*changed):
-        return loss_of(lambda inputs: functional_call(model, dict(zip(names, changed, strict=True)), (inputs,)))
+    def loss(flat):
+        parts = flat.split([value.numel() for value in values])
+        changed = {name: part.view_as(value) for name, part, value in zip(names, parts, values, strict=True)}
+        return loss_of(lambda inputs: functional_call(model, changed, (inputs,)))
 
-    blocks = torch.autograd.functional.hessian(loss, values)
-    sizes = [value.numel() for value in values]
-    rows = [
-        torch.cat([block.reshape(size, -1) for block in of_row], dim=1)
-        for size, of_row in zip(sizes, blocks, strict=True)
-    ]
-    return torch.cat(rows)
+    return torch.func.hessian(loss)(torch.cat([value.flatten() for value in values]))
 
 
 @pytest.mark.parametrize(("block", "names"), [("0", ["0.weight", "0.bias"]), ("2.weight", ["2.weight"])])
@@ -117,7 +109,7 @@ def test_the_eigenvalue_of_largest_magnitude_comes_first(diagonal):
 
 
 def test_surface_is_the_loss_around_the_weights(tiny):
-    before = {name: value.clone() for name, value in tiny.state_dict().items()}
+    before = copy.deepcopy(tiny.state_dict())
     found = surface.measure_surface(tiny, lambda: loss_of(tiny), "2.weight")
     losses = found.losses
     assert losses.shape == (21, 21)
@@ -147,15 +139,16 @@ def test_figure_2_of_a_run(tmp_path):
     execute(run, session)
     (weights,) = tmp_path.rglob("weights.pt")
     output = tmp_path / "figure.svg"
-    figure.main(["2", "--weights", str(weights), "--output", str(output)])
+    arguments = ["2", "--output", str(output), "--weights", str(weights)]
+    figure.main(arguments)
     assert "<svg" in output.read_text()
     weights.write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"weights\.pt"):
-        figure.main(["2", "--weights", str(weights), "--output", str(output)])
+        figure.main(arguments)
     with pytest.raises(RunFileError, match="absent"):
-        figure.main(["2", "--weights", str(tmp_path / "absent" / "weights.pt"), "--output", str(output)])
+        figure.main([*arguments[:-1], str(tmp_path / "absent" / "weights.pt")])
     with pytest.raises(ConfigError, match="--weights"):
-        figure.main(["2", "--output", str(output)])
+        figure.main(arguments[:-2])
 
 
 # Figures of runs ------------------------------------------------------------------------------------------------------

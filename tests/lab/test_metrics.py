@@ -6,6 +6,7 @@ import torch
 from sacrebleu import corpus_bleu
 from sacremoses import MosesDetokenizer
 from scipy.stats import pearsonr, spearmanr
+from torch.nn.functional import one_hot
 
 from adahessian.lab.tasks.glue import scores_of
 from adahessian.lab.tasks.recommendation import click_scores
@@ -34,15 +35,11 @@ def test_bleu_is_that_of_sacrebleu_on_words_and_on_plain_text():
 
 
 def test_accuracy_and_f1_are_those_of_their_definition():
-    logits = torch.tensor([[1.0, 0], [0, 1], [0, 1], [1, 0], [0, 1]])
-    labels = torch.tensor([0, 1, 0, 1, 0])  # one true positive, two false positives, one false negative
-    assert scores_of("accuracy_and_f1", logits, labels) == pytest.approx(
-        {"accuracy": 40, "f1": 40, "accuracy_and_f1": 40}
-    )
-    never = torch.tensor([[1.0, 0.0]]).expand(5, 2)
-    assert scores_of("accuracy_and_f1", never, labels) == pytest.approx(
-        {"accuracy": 60, "f1": 0, "accuracy_and_f1": 30}
-    )
+    labels = torch.tensor([0, 1, 0, 1, 0])
+    # One true positive, two false positives and one false negative; and no positives.
+    for found, accuracy, f1 in ([0, 1, 1, 0, 1], 40, 40), ([0, 0, 0, 0, 0], 60, 0):
+        scores = scores_of("accuracy_and_f1", one_hot(torch.tensor(found), 2), labels)
+        assert scores == pytest.approx({"accuracy": accuracy, "f1": f1, "accuracy_and_f1": (accuracy + f1) / 2})
 
 
 def test_correlations_are_those_of_scipy():
@@ -50,7 +47,7 @@ def test_correlations_are_those_of_scipy():
     pearson, spearman = (100 * each(found.squeeze(1), labels).statistic for each in (pearsonr, spearmanr))
     expected = {"pearson": pearson, "spearman": spearman, "correlation": (pearson + spearman) / 2}
     assert scores_of("correlation", found, labels) == pytest.approx(expected, rel=1e-5)
-    for unusable in (torch.ones(4, 1), torch.tensor([[1.0], [2.0], [float("nan")], [3.0]])):
+    for unusable in (torch.ones(4), torch.tensor([1.0, 2.0, math.nan, 3.0])):
         assert scores_of("correlation", unusable, torch.arange(4.0))["correlation"] == 0
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,11 @@ from adahessian.lab.configs.images import FolderConfig, ImageConfig
 from adahessian.lab.data.augmentation import PaddedCrops
 from adahessian.lab.data.cifar10 import CLASSES, read_cifar10
 from adahessian.lab.models.resnet import ResNet, ResNet18
-from adahessian.lab.tasks.task import Env, ExampleTask, split_holdout
+from adahessian.lab.tasks.task import Env, ExampleTask, Tensors, split_holdout
 from adahessian.lab.training.random_streams import random_stream
 
 if TYPE_CHECKING:
     from adahessian.lab.data.image_folder import StreamedImages
-
-Batch: TypeAlias = tuple[Tensor, Tensor]
 
 # Training views from which the statistics of batch norm are recomputed.
 _STATISTICS_VIEWS = 5_000
@@ -41,7 +39,7 @@ class HeldImages:
     images: Tensor
     labels: Tensor
 
-    def take(self, parts: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+    def take(self, parts: Sequence[Tensor], epoch: int) -> Iterator[Tensors]:
         """Yield images and labels for the indices of each batch. All indices go to the device at once."""
         if parts:
             for part in torch.cat(list(parts)).to(self.labels.device).split([len(part) for part in parts]):
@@ -62,7 +60,7 @@ def normalization(means: Tensor, deviations: Tensor, device: torch.device) -> Ca
     return lambda images: torch.addcmul(shift, images.float(), scale)
 
 
-class ClassificationTask(ExampleTask[Batch]):
+class ClassificationTask(ExampleTask[Tensors]):
     """Classification of images."""
 
     network: Callable[[], nn.Module]
@@ -79,7 +77,7 @@ class ClassificationTask(ExampleTask[Batch]):
             torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
         return model
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
         """Yield images of shape (N, 3, H, W) and labels."""
         env, crops, training = self.env, self.crops, self.parts["training"]
         for number, (images, labels) in enumerate(training.take(self.shares(epoch, skip), epoch), skip):

@@ -19,10 +19,8 @@ from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
 from adahessian.lab.models.gpt import GPT
 from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
-from adahessian.lab.tasks.task import Env, Task
+from adahessian.lab.tasks.task import Env, Task, Tensors
 from adahessian.lab.training.random_streams import random_stream
-
-Segments = tuple[Tensor, Tensor]
 
 # First words of the rarer clusters of an adaptive softmax.
 _CUTOFFS = (20_000, 40_000, 200_000)
@@ -31,7 +29,7 @@ _CUTOFFS = (20_000, 40_000, 200_000)
 _EVALUATED_TOKENS = 100_000
 
 
-class SegmentTask(Task[Segments]):
+class SegmentTask(Task[Tensors]):
     """Prediction of each token from the tokens before it in its segment. A batch is (tokens, tokens that follow).
 
     Each epoch cuts the training text anew, from an offset below the length of a segment, and shuffles the segments.
@@ -41,13 +39,8 @@ class SegmentTask(Task[Segments]):
         self.config, self.env, self.length, self.batch_size = config, env, length, config.batch_size
         self.train, self.valid, self.test = (text.to(env.device) for text in (texts.train, texts.valid, texts.test))
         self.steps_per_epoch = (len(self.train) - length) // (length * self.batch_size)
-        if self.steps_per_epoch < 1:
-            raise ConfigError(
-                f"--batch-size {self.batch_size} is too large for segments of {length} from the training text of "
-                f"{len(self.train)} tokens. Reduce it."
-            )
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Segments]:
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
         """Yield segments of the training text."""
         length = self.length
         generator = random_stream("segments", self.env.seed, epoch)
@@ -103,7 +96,7 @@ class WordTask(SegmentTask):
         model = WordTransformer(vocabulary=vocabulary, make_attention=make_attention, softmax=softmax, **options)
         return model.to(self.env.device)
 
-    def loss(self, model: nn.Module, batch: Segments) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the cross entropy with smoothed labels, the mean over words."""
         log_prob, over_words = model(*batch)
         smoothing = self.config.label_smoothing
@@ -137,7 +130,7 @@ class GPTTask(SegmentTask):
         sizes = config.layers, config.width, config.heads, config.vocabulary, config.context
         return GPT(*sizes, dropout=config.dropout).to(self.env.device)
 
-    def loss(self, model: nn.Module, batch: Segments) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the cross entropy, the mean over tokens."""
         tokens, following = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())

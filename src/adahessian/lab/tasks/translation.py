@@ -63,10 +63,8 @@ class TranslationTask(Task[PairBatch]):
         self.references = text.test.target
         self.steps_per_epoch = len(self.training)
         if not len(self.training):
-            raise ConfigError(
-                f"--max-sentence {config.max_sentence} and --batch-size {config.batch_size} leave none of "
-                f"{len(text.training):,} training pairs for {env.world_size} processes. Increase one of them."
-            )
+            options = f"--max-sentence {config.max_sentence} and --batch-size {config.batch_size}"
+            raise ConfigError(f"{options} leave none of {len(text.training):,} training pairs. Increase one of them.")
 
     def build_model(self) -> Transformer:
         """Return a new Transformer."""
