@@ -25,10 +25,6 @@ from adahessian.lab.tasks import load_task
 from adahessian.lab.tasks.task import Env
 from adahessian.lab.training.checkpoint import load_checkpoint
 
-_POINTS = 21
-# The axes end where a parabola of the first curvature has risen by this much.
-_RISE = 1.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Surface:
@@ -65,8 +61,9 @@ def measure_surface(model: nn.Module, loss: Callable[[], Tensor], block: str | N
     name, parameters = find_block(model, block)
     with plain_attention():
         values, vectors = leading_eigenpairs(loss(), parameters)
-        reach = math.sqrt(2 * _RISE / abs(values[0]))
-        offsets = np.linspace(-reach, reach, _POINTS)
+        # The axes end where a parabola of the first curvature has risen by 1.
+        reach = math.sqrt(2 / abs(values[0]))
+        offsets = np.linspace(-reach, reach, 21)
         losses = losses_around(loss, parameters, vectors, offsets)
     return Surface(block=name, eigenvalues=values, offsets=offsets, losses=losses)
 
@@ -145,8 +142,8 @@ def draw(surface: Surface, title: str) -> Figure:
         perspective.locator_params(nbins=5)
         perspective.set_box_aspect(None, zoom=0.85)
         above = figure.add_subplot(1, 2, 2)
-        # Losses span orders of magnitude: evenly spaced levels would leave the valley empty.
         scale: dict[str, Any] = {"levels": 24}
+        # Losses span orders of magnitude, so evenly spaced levels would leave the valley empty.
         if losses.min() > 0:
             scale = {"levels": np.geomspace(losses.min(), losses.max() * 1.001, 24), "norm": LogNorm()}
         contours = above.contourf(first, second, losses, cmap="viridis", **scale)

@@ -28,7 +28,7 @@ class GlueTask(ExampleTask[SentenceBatch]):
         if not self.checkpoint.is_dir():
             self.checkpoint = Path(config.model)
         if not self.checkpoint.is_dir():
-            raise DataError(f"--model {config.model} is not a folder. Put the checkpoint there, or pass another one.")
+            raise DataError(f"--model {config.model} is not a folder in {env.data_dir}. Put a checkpoint there.")
         self.tokenizer = load_tokenizer(self.checkpoint, config.max_length)
         self.format, self.test_parts = FORMATS[config.dataset], config.dev_sets
         files = ("train", *config.dev_sets)
@@ -70,7 +70,7 @@ class GlueTask(ExampleTask[SentenceBatch]):
         order = torch.tensor([sum(map(len, text)) for text in texts]).argsort()
         batches = (self.batch(examples, indices) for indices in order.split(_EVALUATION_BATCH))
         logits = torch.cat([_logits(model, batch) for batch in batches]).float().cpu()
-        return scores_of(self.config.score.name, logits, labels[order])
+        return glue_scores(self.config.score.name, logits, labels[order])
 
 
 def _logits(model: nn.Module, batch: SentenceBatch) -> Tensor:
@@ -78,19 +78,19 @@ def _logits(model: nn.Module, batch: SentenceBatch) -> Tensor:
     return logits
 
 
-def scores_of(score: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
+def glue_scores(name: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Return accuracy, accuracy and F1 of class 1, or correlations, in percent. Correlations of constants are 0."""
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import f1_score
 
-    if score == "correlation":
+    if name == "correlation":
         found, pearson, spearman = logits.reshape(-1).double(), 0.0, 0.0
         if (found != found[0]).any() and found.isfinite().all():
             pearson, spearman = (100 * float(each(found, labels.double()).statistic) for each in (pearsonr, spearmanr))
         return {"pearson": pearson, "spearman": spearman, "correlation": (pearson + spearman) / 2}
     found = logits.argmax(-1)
     accuracy = 100 * (found == labels).double().mean().item()
-    if score == "accuracy":
+    if name == "accuracy":
         return {"accuracy": accuracy}
     f1 = 100 * float(f1_score(labels, found, zero_division=0.0))
     return {"accuracy": accuracy, "f1": f1, "accuracy_and_f1": (accuracy + f1) / 2}

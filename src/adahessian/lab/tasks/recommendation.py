@@ -67,12 +67,12 @@ class ClickTask(ExampleTask[Tensors]):
 
 
 def click_scores(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return accuracy in percent, area under the ROC curve (NaN without both labels), and log loss in nats."""
+    """Return accuracy in percent, area under the ROC curve (NaN if undefined), and log loss in nats."""
     from sklearn.metrics import roc_auc_score
 
-    has_both = bool((labels != labels[0]).any())
+    can_rank = bool((labels != labels[0]).any() and logits.isfinite().all())
     return {
         "accuracy": 100 * ((logits > 0) == labels.bool()).double().mean().item(),
-        "auc": float(roc_auc_score(labels, logits)) if has_both else math.nan,
+        "auc": float(roc_auc_score(labels, logits)) if can_rank else math.nan,
         "log_loss": F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item(),
     }

@@ -95,7 +95,7 @@ class ExampleTask(Task[Batch]):
     """A task with ``count`` training examples, without those that the config's ``holdout`` keeps for validation."""
 
     parts: dict[str, Any]
-    """The examples, under ``"training"``, ``"validation"`` and :attr:`test_parts`."""
+    """Examples for :meth:`scores`, under ``"validation"`` and :attr:`test_parts`, and those to train on."""
 
     test_parts: tuple[str, ...] = ("test",)
 
