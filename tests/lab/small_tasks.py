@@ -16,30 +16,23 @@ _MODEL = {"layers": 1, "width": 16, "feed_forward": 16}
 _TRANSLATION = {**_MODEL, "batch_size": 128, "heads": 2, "vocabulary": 300, "beam_size": 2}
 _WORDS = {**_MODEL, "batch_size": 4, "segment": 8, "head_width": 4}
 _GPT = {"batch_size": 4, "layers": 1, "width": 8, "heads": 2, "context": 8}
+_PINN = {"points": 16, "width": 8}
 _GLUE = {"batch_size": 8, "model": "small", "max_length": 16}
 
 # Options that make each task small.
 SMALL: dict[str, dict[str, Any]] = {
-    "digits": {},
-    "digits-mlp": {},
     "cifar10-resnet20": {"batch_size": 4, "depth": 8},
     "image-folder-resnet18": {"batch_size": 4, "image_size": 16, "workers": 0},
     "imagenet-resnet18": {"batch_size": 4, "image_size": 32, "workers": 0},
-    "multi30k-de-en": _TRANSLATION,
-    "iwslt14-de-en": _TRANSLATION,
-    "wmt14-en-de": _TRANSLATION,
-    "tatoeba-de-en": _TRANSLATION,
-    "ptb-tensorized": _WORDS,
-    "ptb-transformer": _WORDS,
-    "wikitext2-tensorized": _WORDS,
-    "wikitext103-tensorized": _WORDS,
+    **dict.fromkeys(["multi30k-de-en", "iwslt14-de-en", "wmt14-en-de", "tatoeba-de-en"], _TRANSLATION),
+    **dict.fromkeys(["ptb-tensorized", "ptb-transformer"], _WORDS),
+    **dict.fromkeys(["wikitext2-tensorized", "wikitext103-tensorized"], _WORDS),
     "gpt-chars": _GPT,
     "gpt-novels": {**_GPT, "vocabulary": 300},
     **dict.fromkeys([f"glue-{name}" for name in ("rte", "mrpc", "stsb", "sst2", "qnli", "qqp", "mnli")], _GLUE),
     "minilm-sst2": _GLUE,
     "criteo-dlrm": {"batch_size": 8, "hash_size": 50, "bottom_layers": (8,), "top_layers": (8,)},
-    "pinn-poisson-1d": {"points": 16, "width": 8},
-    "pinn-poisson-2d": {"points": 16, "width": 8},
+    **dict.fromkeys(["pinn-poisson-1d", "pinn-poisson-2d"], _PINN),
 }
 
 

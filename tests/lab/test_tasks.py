@@ -162,9 +162,9 @@ def test_examples_that_are_held_out_are_not_trained_on(name, data_of):
 
     def seen(task):
         if name == "image-folder-resnet18":
-            return {*task.training._files}
+            return {*task.parts["training"]._files}
         if name == "cifar10-resnet20":
-            return set(map(bytes, task.training.images.flatten(1).numpy()))
+            return set(map(bytes, task.parts["training"].images.flatten(1).numpy()))
         batches = [batch for epoch in range(12) for batch in task.batches(epoch)]
         inputs = [batch["input_ids"] if isinstance(batch, dict) else batch[0] for batch in batches]
         return {tuple(row) for each in inputs for row in each.flatten(1).tolist()}

@@ -320,13 +320,13 @@ def test_a_selection_is_recorded(tmp_path):
     assert result.selection == selection
 
 
-class Line(Task):
+class LineTask(Task):
     """A line through points, which yields some batches per epoch."""
 
     steps_per_epoch = 4
 
-    def __init__(self, batches):
-        self.yielded = batches
+    def __init__(self, config, env):
+        self.yielded = config.yielded
 
     def build_model(self):
         return nn.Linear(1, 1)
@@ -350,9 +350,6 @@ class LineConfig:
     validation_metric: ClassVar[Metric] = metric
     batch_size: int = 8
     yielded: int = 4
-
-    def load(self, env):
-        return Line(self.yielded)
 
 
 @pytest.mark.parametrize("yielded", [4, 3, 5])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import matplotlib
@@ -17,18 +16,14 @@ from matplotlib.figure import Figure
 from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor, nn
 
-from adahessian.base.errors import first_line
 from adahessian.hessian.attention import plain_attention
 from adahessian.lab.configs import find_preset
-from adahessian.lab.errors import CheckpointError, LabError
+from adahessian.lab.errors import LabError
 from adahessian.lab.paper_figures.style import STYLE
 from adahessian.lab.results.run_file import read_run
 from adahessian.lab.tasks import load_task
 from adahessian.lab.tasks.task import Env
-
-POINTS = 21
-RISE = 1.0
-"""The axes end where a parabola of the first curvature has risen by this much."""
+from adahessian.lab.training.checkpoint import load_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +31,13 @@ class Surface:
     """Losses on a grid around trained weights."""
 
     block: str
-    parameters: int
-    eigenvalues: tuple[float, float]
-    """The two of largest magnitude."""
-
-    offsets: list[float]
-    """Positions along each eigenvector, which has length 1."""
-
-    losses: list[list[float]]
-    """One row per offset along the first eigenvector, one column per offset along the second."""
+    eigenvalues: np.ndarray  # the two of largest magnitude
+    offsets: np.ndarray  # along each eigenvector, which has length 1
+    losses: np.ndarray  # a row per offset along the first eigenvector
 
 
 def load_trained(weights: Path, data_dir: Path) -> tuple[str, nn.Module, Callable[[], Tensor]]:
-    """Return the title of a run's task, its trained model, and the loss of the first training batch.
-
-    Raises:
-        CheckpointError: If the weights cannot be read or belong to another model.
-        RunFileError: If the run's file, next to the folder of the weights, cannot be read.
-    """
+    """Return the title of a run's task, its trained model, and the loss of the first training batch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = read_run(Path(f"{weights.absolute().parent}.json"))
     preset = find_preset(result.task)
@@ -61,15 +45,9 @@ def load_trained(weights: Path, data_dir: Path) -> tuple[str, nn.Module, Callabl
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in result.config["task"].items()}
     config = replace(config, task=replace(config.task, **options))
     task = load_task(config, Env(data_dir=data_dir, device=device, seed=result.seed))
-    model = task.build_model()
-    try:
-        model.load_state_dict(torch.load(weights, map_location=device, weights_only=True))
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"{weights} cannot be loaded ({first_line(error)}). Pass the weights.pt of a finished run."
-        ) from error
     # In eval mode, the loss is a function of the weights alone.
-    model.eval()
+    model = task.build_model().eval()
+    model.load_state_dict(load_checkpoint(weights, device))
     batch = next(iter(task.batches(0)))
     return preset.title, model, lambda: task.loss(model, batch)
 
@@ -77,27 +55,17 @@ def load_trained(weights: Path, data_dir: Path) -> tuple[str, nn.Module, Callabl
 def measure_surface(model: nn.Module, loss: Callable[[], Tensor], block: str | None = None) -> Surface:
     """Compute the losses along the two leading eigenvectors of a block's Hessian. The weights stay as they are.
 
-    Args:
-        model: In eval mode.
-        loss: Returns the loss of one batch.
-        block: Name of a parameter or a module. By default, the last weight matrix but one, as in the paper.
-
-    Raises:
-        LabError: If the model has no such block, or the loss has no curvature in it.
+    The model is in eval mode. A block is a parameter or a module. None takes the last weight matrix but one, as in the
+    paper.
     """
     name, parameters = find_block(model, block)
     with plain_attention():
         values, vectors = leading_eigenpairs(loss(), parameters)
-        reach = math.sqrt(2 * RISE / abs(values[0]))
-        offsets = np.linspace(-reach, reach, POINTS)
+        # The axes end where a parabola of the first curvature has risen by 1.
+        reach = math.sqrt(2 / abs(values[0]))
+        offsets = np.linspace(-reach, reach, 21)
         losses = losses_around(loss, parameters, vectors, offsets)
-    return Surface(
-        block=name,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        eigenvalues=(values[0].item(), values[1].item()),
-        offsets=offsets.tolist(),
-        losses=losses,
-    )
+    return Surface(block=name, eigenvalues=values, offsets=offsets, losses=losses)
 
 
 def find_block(model: nn.Module, block: str | None) -> tuple[str, list[nn.Parameter]]:
@@ -138,23 +106,20 @@ def leading_eigenpairs(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tupl
 
 def losses_around(
     loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter], vectors: Tensor, offsets: np.ndarray
-) -> list[list[float]]:
+) -> np.ndarray:
     """Return the losses where parameters are moved along two vectors, and move them back."""
-    center = _flat(parameters).detach()
-
-    def move_to(position: Tensor) -> None:
-        for parameter, part in zip(parameters, position.split([each.numel() for each in parameters]), strict=True):
-            parameter.copy_(part.view(parameter.shape))
+    centers = [parameter.detach().clone() for parameter in parameters]
 
     def loss_at(first: float, second: float) -> float:
-        move_to(center + first * vectors[0] + second * vectors[1])
+        shifts = (first * vectors[0] + second * vectors[1]).split([center.numel() for center in centers])
+        for parameter, center, shift in zip(parameters, centers, shifts, strict=True):
+            parameter.copy_(center + shift.view(center.shape))
         return loss().item()
 
     with torch.no_grad():
-        try:
-            return [[loss_at(first, second) for second in offsets] for first in offsets]
-        finally:
-            move_to(center)
+        losses = np.array([[loss_at(first, second) for second in offsets] for first in offsets])
+        loss_at(0, 0)
+    return losses
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -163,30 +128,28 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def draw(surface: Surface, title: str) -> Figure:
     """Draw the surface in perspective and from above."""
-    losses = np.array(surface.losses)
+    losses = surface.losses
     first, second = np.meshgrid(surface.offsets, surface.offsets, indexing="ij")
-    labels: dict[str, Any] = {
-        "xlabel": rf"first eigenvector, $\lambda$ = {surface.eigenvalues[0]:.3g}",
-        "ylabel": rf"second eigenvector, $\lambda$ = {surface.eigenvalues[1]:.3g}",
-    }
+    of_first, of_second = (rf"eigenvector, $\lambda$ = {value:.3g}" for value in surface.eigenvalues)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.5, 5.2), layout="constrained")
         perspective: Any = figure.add_subplot(1, 2, 1, projection="3d")
         perspective.plot_surface(first, second, losses, cmap="viridis", linewidth=0.2, edgecolor="#00000040")
-        perspective.set_xlabel(labels["xlabel"], labelpad=10)
-        perspective.set_ylabel(labels["ylabel"], labelpad=10)
+        perspective.set_xlabel(f"first {of_first}", labelpad=10)
+        perspective.set_ylabel(f"second {of_second}", labelpad=10)
         perspective.set_zlabel("loss", labelpad=10)
         perspective.tick_params(labelsize=8)
+        perspective.locator_params(nbins=5)
         perspective.set_box_aspect(None, zoom=0.85)
         above = figure.add_subplot(1, 2, 2)
-        # Losses span orders of magnitude: evenly spaced levels would leave the valley empty.
         scale: dict[str, Any] = {"levels": 24}
+        # Losses span orders of magnitude, so evenly spaced levels would leave the valley empty.
         if losses.min() > 0:
             scale = {"levels": np.geomspace(losses.min(), losses.max() * 1.001, 24), "norm": LogNorm()}
         contours = above.contourf(first, second, losses, cmap="viridis", **scale)
         above.contour(first, second, losses, colors="white", linewidths=0.4, alpha=0.6, **scale)
         above.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=8, label="trained weights")
-        above.set(**labels, aspect="equal")
+        above.set(xlabel=f"first {of_first}", ylabel=f"second {of_second}", aspect="equal")
         above.grid(visible=False)
         above.legend(loc="upper right", frameon=True, framealpha=0.9)
         figure.colorbar(contours, ax=above, label="loss", format="%.2g")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,61 +23,43 @@ from adahessian.lab.models.word_transformer import (
     SoftmaxAttention,
     WordTransformer,
 )
-from adahessian.lab.tasks.task import Env, Task
+from adahessian.lab.tasks.task import Env, Task, Tensors
 from adahessian.lab.training.random_streams import random_stream
 
-Segments = tuple[Tensor, Tensor]
-
 # First words of the rarer clusters of an adaptive softmax.
-CUTOFFS = (20_000, 40_000, 200_000)
+_CUTOFFS = (20_000, 40_000, 200_000)
 
 # Most tokens in an evaluation of a GPT.
-EVALUATED_TOKENS = 100_000
+_EVALUATED_TOKENS = 100_000
 
 
-def load(config: WordConfig | GPTConfig, env: Env) -> SegmentTask:
-    """Read the text. Subwords are learned from it, or loaded from the cache.
-
-    Raises:
-        ConfigError: If a batch is longer than the training text.
-        DataError: If a file is missing or damaged.
-    """
-    return WordTask(config, env) if isinstance(config, WordConfig) else GPTTask(config, env)
-
-
-class SegmentTask(Task[Segments]):
+class SegmentTask(Task[Tensors]):
     """Prediction of each token from the tokens before it in its segment. A batch is (tokens, tokens that follow).
 
     Each epoch cuts the training text anew, from an offset below the length of a segment, and shuffles the segments.
     """
 
-    def __init__(self, env: Env, texts: Text, *, length: int, batch_size: int) -> None:
-        self.env, self.length, self.batch_size = env, length, batch_size
+    def __init__(self, config: Any, env: Env, texts: Text, length: int) -> None:
+        self.config, self.env, self.length, self.batch_size = config, env, length, config.batch_size
         self.train, self.valid, self.test = (text.to(env.device) for text in (texts.train, texts.valid, texts.test))
-        self.steps_per_epoch = (len(self.train) - length) // (length * batch_size)
-        if self.steps_per_epoch < 1:
-            raise ConfigError(
-                f"--batch-size {batch_size} is too large for segments of {length} from the training text of "
-                f"{len(self.train)} tokens. Reduce it."
-            )
+        self.steps_per_epoch = (len(self.train) - length) // (length * self.batch_size)
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Segments]:
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
         """Yield segments of the training text."""
-        length, size = self.length, self.batch_size
+        length = self.length
         generator = random_stream("segments", self.env.seed, epoch)
         offset = int(torch.randint(length, (), generator=generator))
-        order = torch.randperm(self.steps_per_epoch * size, generator=generator).to(self.env.device)
+        order = torch.randperm(self.steps_per_epoch * self.batch_size, generator=generator).to(self.env.device)
         end = offset + len(order) * length
         tokens, following = self.train[offset:end].view(-1, length), self.train[offset + 1 : end + 1].view(-1, length)
-        for number in range(skip, self.steps_per_epoch):
-            mine = self.env.my_share(order[number * size : (number + 1) * size])
+        for part in order.split(self.batch_size)[skip:]:
+            mine = self.env.my_share(part)
             yield tokens[mine].long(), following[mine].long()
 
     def evaluated_loss(self, model: nn.Module, text: Tensor, every: int = 1) -> Tensor:
         """Return the mean loss of a text's tokens, in nats, or of the tokens of one segment in ``every``."""
         last = len(text) - 1
-        total = torch.zeros((), dtype=torch.float64, device=text.device)
-        count = torch.zeros((), dtype=torch.int64, device=text.device)
+        total, count = torch.zeros(2, dtype=torch.float64, device=text.device)
         for starts in torch.arange(0, last, self.length * every, device=text.device).split(self.batch_size):
             places = starts[:, None] + torch.arange(self.length, device=text.device)
             inside = places < last
@@ -83,7 +67,8 @@ class SegmentTask(Task[Segments]):
             losses = self.token_losses(model, text[places].long(), text[places + 1].long())
             total += losses.double().where(inside, 0.0).sum()
             count += inside.sum()
-        return total / count
+        mean: Tensor = total / count
+        return mean
 
     @abstractmethod
     def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
@@ -94,71 +79,54 @@ class WordTask(SegmentTask):
     """Words, with a Transformer of the paper."""
 
     def __init__(self, config: WordConfig, env: Env) -> None:
-        self.config = config
         text, words = read_words(SOURCES[config.text], env.data_dir)
-        super().__init__(env, text, length=config.segment, batch_size=config.batch_size)
+        super().__init__(config, env, text, config.segment)
         self.vocabulary = len(words)
 
     def build_model(self) -> nn.Module:
         """Return a new network. Embeddings are tied to a full softmax."""
-        config = self.config
-        softmax: nn.Module
-        if config.softmax == "full":
-            softmax = FullSoftmax(config.width, self.vocabulary)
-        else:
-            cutoffs = [cutoff for cutoff in CUTOFFS if cutoff < self.vocabulary]
-            if not cutoffs:
-                raise ConfigError(f"--softmax adaptive needs more than {self.vocabulary} words. Pass --softmax full.")
-            softmax = AdaptiveSoftmax(config.width, self.vocabulary, cutoffs)
-        model = WordTransformer(
-            layers=config.layers,
-            width=config.width,
-            feed_forward=config.feed_forward,
-            vocabulary=self.vocabulary,
-            dropout=config.dropout,
-            make_attention=self._make_attention,
-            softmax=softmax,
-        )
+        config, vocabulary = self.config, self.vocabulary
+        make_attention: Callable[[], nn.Module]
+        make_attention = partial(MultiLinearAttention, config.segment, config.width, config.head_width)
+        if config.attention == "ordinary":
+            heads = max(1, config.width // config.head_width)
+            make_attention = partial(SoftmaxAttention, config.segment, config.width, config.head_width, heads)
+        cutoffs = [cutoff for cutoff in _CUTOFFS if cutoff < vocabulary]
+        if config.softmax == "adaptive" and not cutoffs:
+            raise ConfigError(f"--softmax adaptive needs more than {vocabulary} words. Pass --softmax full.")
+        sizes = config.width, vocabulary
+        softmax = FullSoftmax(*sizes) if config.softmax == "full" else AdaptiveSoftmax(*sizes, cutoffs)
+        options = {name: getattr(config, name) for name in ("layers", "width", "feed_forward", "dropout")}
+        model = WordTransformer(vocabulary=vocabulary, make_attention=make_attention, softmax=softmax, **options)
         return model.to(self.env.device)
 
-    def _make_attention(self) -> nn.Module:
-        config = self.config
-        if config.attention == "tensorized":
-            return MultiLinearAttention(config.segment, config.width, config.head_width)
-        heads = max(1, config.width // config.head_width)
-        return SoftmaxAttention(config.segment, config.width, config.head_width, heads)
-
-    def loss(self, model: nn.Module, batch: Segments) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the cross entropy with smoothed labels, the mean over words."""
         log_prob, over_words = model(*batch)
         smoothing = self.config.label_smoothing
         loss: Tensor = -((1 - smoothing) * log_prob + smoothing * over_words).mean()
         return loss
 
+    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+        """Return the loss of each word."""
+        log_prob: Tensor = model(tokens, following)[0]
+        return -log_prob
+
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Return perplexities. Of the training text, only the final test reads more than every tenth segment."""
         texts = {"valid": (self.valid, 1), "train": (self.train, 1 if final else 10)}
         if final:
             texts["test"] = self.test, 1
-        return {
-            f"{part}_perplexity": self.evaluated_loss(model, text, every).exp().item()
-            for part, (text, every) in texts.items()
-        }
-
-    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
-        """Return the loss of each word."""
-        log_prob: Tensor = model(tokens, following)[0]
-        return -log_prob
+        return {f"{part}_perplexity": self.evaluated_loss(model, *text).exp().item() for part, text in texts.items()}
 
 
 class GPTTask(SegmentTask):
     """Bytes or subwords, with a GPT."""
 
     def __init__(self, config: GPTConfig, env: Env) -> None:
-        self.config = config
         is_bytes = config.tokens == "bytes"
         text = read_bytes(env.data_dir) if is_bytes else read_subwords(env.data_dir, config.vocabulary)
-        super().__init__(env, text, length=config.context, batch_size=config.batch_size)
+        super().__init__(config, env, text, config.context)
 
     def build_model(self) -> GPT:
         """Return a new GPT."""
@@ -166,27 +134,20 @@ class GPTTask(SegmentTask):
         sizes = config.layers, config.width, config.heads, config.vocabulary, config.context
         return GPT(*sizes, dropout=config.dropout).to(self.env.device)
 
-    def loss(self, model: nn.Module, batch: Segments) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the cross entropy, the mean over tokens."""
         tokens, following = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
-
-    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
-        """Return losses (nats per token), perplexities and, for bytes, bits per character.
-
-        At most :data:`EVALUATED_TOKENS` are read, in segments spread evenly over the text.
-        """
-        metrics: dict[str, float] = {}
-        for part, text in [("valid", self.valid), ("test", self.test)][: 2 if final else 1]:
-            loss = self.evaluated_loss(model, text, math.ceil(len(text) / EVALUATED_TOKENS))
-            metrics |= {f"{part}_loss": loss.item(), f"{part}_perplexity": loss.exp().item()}
-            if self.config.tokens == "bytes":
-                # All bytes of a UTF-8 character but the first begin with the bits 10.
-                per_byte = ((text & 0xC0) != 0x80).double().mean()
-                metrics[f"{part}_bits_per_character"] = (loss / math.log(2) / per_byte).item()
-        return metrics
 
     def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
         """Return the loss of each token."""
         losses = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten(), reduction="none")
         return losses.view_as(following)
+
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
+        """Return losses (nats per token) and perplexities, of segments spread evenly over the text."""
+        metrics: dict[str, float] = {}
+        for part, text in [("valid", self.valid), ("test", self.test)][: 2 if final else 1]:
+            loss = self.evaluated_loss(model, text, math.ceil(len(text) / _EVALUATED_TOKENS))
+            metrics |= {f"{part}_loss": loss.item(), f"{part}_perplexity": loss.exp().item()}
+        return metrics

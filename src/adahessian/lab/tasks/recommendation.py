@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -13,83 +14,66 @@ from adahessian.lab.data.criteo import read_log
 from adahessian.lab.data.files import find_file
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.dlrm import DLRM
-from adahessian.lab.tasks.metrics import click_scores
-from adahessian.lab.tasks.task import Env, Task, to_device
-
-ClickBatch = tuple[Tensor, Tensor, Tensor]
+from adahessian.lab.tasks.task import Env, ExampleTask, Tensors, to_device
 
 # Rows that are copied to the device together.
 _ROWS_AT_ONCE = 16384
 
 
-def load(config: ClickConfig, env: Env) -> ClickTask:
-    """Return the task.
+class ClickTask(ExampleTask[Tensors]):
+    """Criteo's log in its order: six days to train on, and the last one to test on.
 
-    Raises:
-        ConfigError: If the holdout leaves nothing to train on.
-        DataError: If the log is missing or damaged.
+    A batch is (numbers, categories, labels).
     """
-    return ClickTask(config, env)
-
-
-class ClickTask(Task[ClickBatch]):
-    """Criteo's log in its order: six days to train on, and the last one to test on."""
 
     def __init__(self, config: ClickConfig, env: Env) -> None:
-        self._config, self._env = config, env
-        self._log = read_log(find_file(env.data_dir, "criteo", config.file))
-        self._validation = range(self._log.training_rows - config.holdout, self._log.training_rows)
-        self._training_rows = self._validation.start
-        if self._training_rows < 1:
-            raise ConfigError(f"--holdout {config.holdout} is invalid. Pass fewer than {self._log.training_rows}.")
-        whole, rest = divmod(self._training_rows, config.batch_size)
-        # Every rank needs a part of the last batch.
-        self.steps_per_epoch = whole + (rest >= env.world_size)
+        self.log = read_log(find_file(env.data_dir, "criteo", config.file))
+        rows = self.log.training_rows
+        if config.holdout >= rows:
+            raise ConfigError(f"--holdout {config.holdout} is invalid. Pass fewer than {rows}.")
+        super().__init__(config, env, rows - config.holdout)
+        self.parts = {"validation": range(self.count, rows), "test": range(rows, len(self.log.rows))}
 
     def build_model(self) -> nn.Module:
         """Return a new DLRM."""
-        config = self._config
-        model = DLRM(
-            categories=config.hash_size + 1,
-            width=config.embedding_width,
-            bottom=config.bottom_layers,
-            top=config.top_layers,
-        )
-        return model.train().to(self._env.device)
+        config = self.config
+        sizes = {"categories": config.hash_size + 1, "width": config.embedding_width}
+        return DLRM(**sizes, bottom=config.bottom_layers, top=config.top_layers).train().to(self.env.device)
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[ClickBatch]:
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
         """Yield the rows of the first six days, in every epoch in the order of the log."""
-        size = self._config.batch_size
-        steps_at_once = max(1, _ROWS_AT_ONCE // size)
-        for first in range(skip, self.steps_per_epoch, steps_at_once):
-            last = min(first + steps_at_once, self.steps_per_epoch)
-            examples = self._examples(first * size, min(last * size, self._training_rows))
+        size = self.config.batch_size
+        end = min(self.steps_per_epoch * size, self.count)
+        for examples in self._examples(range(skip * size, end), max(1, _ROWS_AT_ONCE // size) * size):
             for batch in zip(*(tensor.split(size) for tensor in examples), strict=True):
-                numbers, categories, labels = map(self._env.my_share, batch)
-                yield numbers, categories, labels
+                yield tuple(map(self.env.my_share, batch))
 
-    def loss(self, model: nn.Module, batch: ClickBatch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the mean binary cross entropy."""
         numbers, categories, labels = batch
         return F.binary_cross_entropy_with_logits(model(numbers, categories), labels)
 
-    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
-        """Return the scores on the held-out rows, or on the last day."""
-        sets = {"validation": self._validation} if self._config.holdout else {}
-        if final or not sets:
-            sets["test"] = range(self._log.training_rows, len(self._log.rows))
-        scores = {}
-        for name, rows in sets.items():
-            logits, labels = [], []
-            for begin in range(rows.start, rows.stop, _ROWS_AT_ONCE):
-                numbers, categories, clicked = self._examples(begin, min(begin + _ROWS_AT_ONCE, rows.stop))
-                logits.append(model(numbers, categories).float().cpu())
-                labels.append(clicked.cpu())
-            found = click_scores(torch.cat(logits), torch.cat(labels))
-            scores.update({f"{name}_{key}": value for key, value in found.items()})
-        return scores
+    def scores(self, model: nn.Module, examples: range) -> dict[str, float]:
+        """Return accuracy, AUC and log loss of some rows."""
+        batches = self._examples(examples, _ROWS_AT_ONCE)
+        found = [(model(numbers, categories).float().cpu(), labels.cpu()) for numbers, categories, labels in batches]
+        logits, labels = map(torch.cat, zip(*found, strict=True))
+        return click_scores(logits, labels)
 
-    def _examples(self, begin: int, end: int) -> ClickBatch:
-        device = self._env.device
-        numbers, categories, labels = self._log.examples(begin, end, self._config.hash_size)
-        return to_device(numbers, device), to_device(categories, device), to_device(labels, device)
+    def _examples(self, rows: range, count: int) -> Iterator[Tensors]:
+        """Yield ``count`` rows at a time, and the rest."""
+        for first in range(rows.start, rows.stop, count):
+            examples = self.log.examples(first, min(first + count, rows.stop), self.config.hash_size)
+            yield to_device(examples, self.env.device)
+
+
+def click_scores(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return accuracy in percent, area under the ROC curve (NaN if undefined), and log loss in nats."""
+    from sklearn.metrics import roc_auc_score
+
+    can_rank = bool((labels != labels[0]).any() and logits.isfinite().all())
+    return {
+        "accuracy": 100 * ((logits > 0) == labels.bool()).double().mean().item(),
+        "auc": float(roc_auc_score(labels, logits)) if can_rank else math.nan,
+        "log_loss": F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item(),
+    }

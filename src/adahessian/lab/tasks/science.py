@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,7 @@ from torch.quasirandom import SobolEngine
 
 from adahessian.lab.configs.science import PINNConfig
 from adahessian.lab.models.mlp import LaplacianMLP
-from adahessian.lab.tasks.task import Env, Task
-
-Points: TypeAlias = tuple[Tensor, Tensor]
+from adahessian.lab.tasks.task import Env, Task, Tensors
 
 # Terms of the exact solution: an amplitude, and a frequency per dimension.
 _SOLUTIONS = {1: ((1.0, (1,)), (0.1, (6,))), 2: ((1.0, (1, 1)), (0.1, (3, 2)))}
@@ -22,12 +19,7 @@ _SOLUTIONS = {1: ((1.0, (1,)), (0.1, (6,))), 2: ((1.0, (1, 1)), (0.1, (3, 2)))}
 _BOUNDARY_POINTS, _GRID_POINTS = 64, {1: 2001, 2: 101}
 
 
-def load(config: PINNConfig, env: Env) -> PoissonTask:
-    """Return the task. It needs no data."""
-    return PoissonTask(config, env)
-
-
-class PoissonTask(Task[Points]):
+class PINNTask(Task[Tensors]):
     r"""Solve :math:`-\Delta u = f` on :math:`[-1, 1]^d` with :math:`u = 0` on the boundary.
 
     The exact solution is :math:`u^*(x) = \sum_k a_k \prod_i \sin(\pi \omega_{ki} x_i)`, which gives :math:`f`. The loss
@@ -42,13 +34,17 @@ class PoissonTask(Task[Points]):
         dimensions = config.dimensions
         unit = SobolEngine(dimensions, scramble=True, seed=0).draw(config.points, dtype=torch.float64)
         self._points = env.my_share((2 * unit - 1).to(env.device))
-        self._boundary = _boundary(dimensions).to(env.device)
+        # Both ends of the interval, or evenly spaced points on the sides of the square.
+        ends = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+        vertical = torch.cartesian_prod(ends, torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64))
+        boundary = ends[:, None] if dimensions == 1 else torch.cat((vertical, vertical.flip(1)))
+        self._boundary = boundary.to(env.device)
         axis = torch.linspace(-1, 1, _GRID_POINTS[dimensions], dtype=torch.float64, device=env.device)
         self._grid = torch.cartesian_prod(*[axis] * dimensions).reshape(-1, dimensions)
         self._solution, force = self.exact(self._grid)
         self._force_scale, self._solution_scale = (each.square().mean() for each in (force, self._solution))
 
-    def exact(self, points: Tensor) -> Points:
+    def exact(self, points: Tensor) -> Tensors:
         """Return the exact solution and f at points of shape (N, d)."""
         solution, force = torch.zeros(2, len(points), dtype=points.dtype, device=points.device)
         for amplitude, frequencies in _SOLUTIONS[self.config.dimensions]:
@@ -63,12 +59,12 @@ class PoissonTask(Task[Points]):
         config = self.config
         return LaplacianMLP(config.dimensions, config.width, config.depth).double().to(self.env.device)
 
-    def batches(self, epoch: int, skip: int = 0) -> Iterator[Points]:
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
         """Yield all points and f at these, once per epoch."""
         if skip == 0:
             yield self._points, self.exact(self._points)[1]
 
-    def loss(self, model: nn.Module, batch: Points) -> Tensor:
+    def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the relative squared residual plus the penalty on the boundary."""
         points, force = batch
         values, _, laplacians = model(torch.cat((points, self._boundary)))
@@ -80,13 +76,3 @@ class PoissonTask(Task[Points]):
         """Return the relative L2 error of the solution on a fine grid."""
         error = model(self._grid)[0] - self._solution
         return {"relative_error": (error.square().mean() / self._solution_scale).sqrt().item()}
-
-
-def _boundary(dimensions: int) -> Tensor:
-    """Return points on the boundary: both ends of the interval, or evenly spaced ones on the sides of the square."""
-    ends = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    if dimensions == 1:
-        return ends[:, None]
-    side = torch.linspace(-1, 1, _BOUNDARY_POINTS, dtype=torch.float64)
-    vertical = torch.cartesian_prod(ends, side)
-    return torch.cat((vertical, vertical.flip(1)))

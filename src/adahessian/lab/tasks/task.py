@@ -1,35 +1,34 @@
-"""What the trainer asks of a task."""
+"""What the trainer asks of a task, and what tasks with separate examples have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from adahessian.base.batches import map_tensors
+from adahessian.lab.configs.run import RunConfig
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.training.random_streams import random_stream
 
 Batch = TypeVar("Batch")
+Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """Where a task runs."""
+    """Where a task runs. The seed decides order and augmentation, through :mod:`..training.random_streams`."""
 
     data_dir: Path
-    """Folder with the data, in its owner's format."""
-
     device: torch.device
-    """Device of the model and of batches."""
-
     seed: int
-    """Decides order and augmentation, through :func:`adahessian.lab.training.random_streams.random_stream`."""
-
     rank: int = 0
     world_size: int = 1
 
@@ -73,13 +72,97 @@ class Task(ABC, Generic[Batch]):
         """
 
 
+def load_task(config: RunConfig, env: Env) -> Task[Any]:
+    """Read the data of a run and return its task. Only the module of its family is imported.
+
+    The task of ``configs.digits.DigitsConfig`` is ``tasks.digits.DigitsTask``. A config from outside of the laboratory
+    has its task in its own module.
+
+    Raises:
+        ConfigError: If there is no such task, or an option does not fit the data.
+        DataError: If data is missing or damaged.
+    """
+    config_class = type(config.task)
+    module = import_module(config_class.__module__.replace("adahessian.lab.configs", "adahessian.lab.tasks"))
+    name = f"{config_class.__name__.removesuffix('Config')}Task"
+    if not hasattr(module, name):
+        raise ConfigError(f"{config_class.__name__} has no task in {module.__name__}. Call the task's class {name}.")
+    task: Task[Any] = getattr(module, name)(config.task, env)
+    return task
+
+
+class ExampleTask(Task[Batch]):
+    """A task with ``count`` training examples, without those that the config's ``holdout`` keeps for validation."""
+
+    parts: dict[str, Any]
+    """Examples for :meth:`scores`, under ``"validation"`` and :attr:`test_parts`, and those to train on."""
+
+    test_parts: tuple[str, ...] = ("test",)
+
+    def __init__(self, config: Any, env: Env, count: int) -> None:
+        self.config, self.env, self.count = config, env, count
+        full_batches, rest = divmod(count, config.batch_size)
+        # The last, smaller batch counts if each rank gets a part of it.
+        self.steps_per_epoch = full_batches + (rest >= env.world_size)
+
+    def shares(self, epoch: int, skip: int) -> list[Tensor]:
+        """Return this rank's examples of each batch of an epoch, as indices in the order of that epoch."""
+        order = torch.randperm(self.count, generator=random_stream("order", self.env.seed, epoch))
+        batches = order.split(self.config.batch_size)[skip : self.steps_per_epoch]
+        return [self.env.my_share(batch) for batch in batches]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the cross-entropy, where a batch is (inputs, labels)."""
+        inputs, labels = batch
+        return cross_entropy(model(inputs), labels)
+
+    def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
+        """Return the scores on the examples that are held out, or on the test parts, or on both after training."""
+        names = ["validation"] if self.config.holdout else []
+        if final or not names:
+            names += self.test_parts
+        scores = {name: self.scores(model, self.parts[name]) for name in names}
+        return {f"{name}_{metric}": value for name, found in scores.items() for metric, value in found.items()}
+
+    @abstractmethod
+    def scores(self, model: nn.Module, examples: Any) -> dict[str, float]:
+        """Return metrics on one of :attr:`parts`, such as ``{"accuracy": 91.2}``."""
+
+
+class TensorTask(ExampleTask[Tensors]):
+    """Classification of examples that fit on the device: inputs and labels, as two tensors with one row per example.
+
+    Subclasses may override :meth:`loss` and :meth:`scores`, and then use any number of tensors. The incomplete last
+    batch of an epoch is left out.
+    """
+
+    def __init__(self, config: Any, env: Env, training: Tensors, test: Tensors) -> None:
+        training, test = (tuple(each.to(env.device) for each in tensors) for tensors in (training, test))
+        kept, held_out = split_holdout(len(training[0]), config.holdout)
+        super().__init__(config, env, len(kept))
+        self.steps_per_epoch = len(kept) // config.batch_size
+        validation = tuple(each[held_out] for each in training)
+        self.parts = {"training": tuple(each[kept] for each in training), "validation": validation, "test": test}
+
+    def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
+        """Yield batches, in another order each epoch."""
+        for share in self.shares(epoch, skip):
+            indices = share.to(self.env.device)
+            yield tuple(each[indices] for each in self.parts["training"])
+
+    def scores(self, model: nn.Module, examples: Tensors) -> dict[str, float]:
+        """Return accuracy in % and mean loss."""
+        inputs, labels = examples
+        logits = model(inputs)
+        correct = (logits.argmax(1) == labels).sum()
+        correct_count, loss = torch.stack((correct, cross_entropy(logits, labels))).tolist()
+        return {"accuracy": 100 * correct_count / len(labels), "loss": loss}
+
+
 def split_holdout(count: int, holdout: int) -> tuple[Tensor, Tensor]:
     """Return the indices of training and of validation examples: the last ``holdout`` of a fixed permutation.
 
     The split does not depend on the seed of the run. Without holdout, the training examples stay in order.
-
-    Raises:
-        ConfigError: If no training example would be left.
     """
     if holdout == 0:
         return torch.arange(count), torch.arange(0)
@@ -89,9 +172,12 @@ def split_holdout(count: int, holdout: int) -> tuple[Tensor, Tensor]:
     return order[:-holdout], order[-holdout:]
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for the work that the device has queued."""
-    if device.type != "cuda" or tensor.device == device:
-        return tensor.to(device)
-    # A copy from pageable memory would wait.
-    return tensor.pin_memory().to(device, non_blocking=True)
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch from the CPU to a device without waiting for the work that the device has queued."""
+    on_cuda = device.type == "cuda"
+
+    def copied(tensor: Tensor) -> Tensor:
+        # A copy from pageable memory would wait.
+        return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
+
+    return cast(Batch, map_tensors(copied, batch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,29 +19,21 @@ from adahessian.lab.data.token_batches import PADDING, PairBatch, Sentences, Tok
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.beam_search import beam_search
 from adahessian.lab.models.transformer import Decoding, Transformer
-from adahessian.lab.tasks.metrics import bleu
 from adahessian.lab.tasks.task import Env, Task, to_device
 
 # Most tokens of a batch in evaluation, which bounds memory.
-EVALUATED_TOKENS = 4096
+_EVALUATED_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """How to read a text, and how to compare its translations."""
 
-    folder: str
-    """Folder below the data folder in which the files are looked for first."""
-
+    folder: str  # below the data folder
     read: Callable[[Path], ParallelText]
-    language: str
-    """Language of the translations."""
-
-    tokenized: bool = False
-    """Whether Moses put spaces between words and punctuation."""
-
-    lowercase: bool = False
-    """Whether BLEU ignores case."""
+    language: str  # of the translations
+    tokenized: bool = False  # Moses put spaces between words and punctuation
+    lowercase: bool = False  # BLEU ignores case
 
 
 _TO_ENGLISH = partial(read_folder, source="de", target="en")
@@ -54,17 +46,7 @@ CORPORA = {
 }
 
 
-def load(config: TranslationConfig, env: Env) -> Translation:
-    """Read the text, and learn its subwords or load them from the cache.
-
-    Raises:
-        ConfigError: If the text gives no training batch.
-        DataError: If a file is missing or damaged.
-    """
-    return Translation(config, env)
-
-
-class Translation(Task[PairBatch]):
+class TranslationTask(Task[PairBatch]):
     """Training on sentence pairs, validation by their loss, and a test by BLEU."""
 
     def __init__(self, config: TranslationConfig, env: Env) -> None:
@@ -76,33 +58,23 @@ class Translation(Task[PairBatch]):
         sides = [text.training.source, text.training.target]
         self.subwords = Subwords(sides, config.vocabulary, tokenized=self.corpus.tokenized)
         self.training = TokenBatches(*self._encode(text.training, config.max_sentence), config.batch_size, env)
-        self.validation = TokenBatches(*self._encode(text.validation), EVALUATED_TOKENS)
-        self.test = TokenBatches(*self._encode(text.test), EVALUATED_TOKENS)
+        self.validation = TokenBatches(*self._encode(text.validation), _EVALUATED_TOKENS)
+        self.test = TokenBatches(*self._encode(text.test), _EVALUATED_TOKENS)
         self.references = text.test.target
         self.steps_per_epoch = len(self.training)
         if not len(self.training):
-            raise ConfigError(
-                f"--max-sentence {config.max_sentence} and --batch-size {config.batch_size} leave none of "
-                f"{len(text.training):,} training pairs for {env.world_size} processes. Increase one of them."
-            )
+            options = f"--max-sentence {config.max_sentence} and --batch-size {config.batch_size}"
+            raise ConfigError(f"{options} leave none of {len(text.training):,} training pairs. Increase one of them.")
 
     def build_model(self) -> Transformer:
         """Return a new Transformer."""
-        config = self.config
-        return Transformer(
-            len(self.subwords),
-            layers=config.layers,
-            width=config.width,
-            feed_forward=config.feed_forward,
-            heads=config.heads,
-            dropout=config.dropout,
-            attention_dropout=config.attention_dropout,
-            activation_dropout=config.activation_dropout,
-        ).to(self.env.device)
+        names = ("layers", "width", "feed_forward", "heads", "dropout", "attention_dropout", "activation_dropout")
+        options = {name: getattr(self.config, name) for name in names}
+        return Transformer(len(self.subwords), **options).to(self.env.device)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[PairBatch]:
         """Yield batches of pairs of about the same length."""
-        return map(self._on_device, self.training.epoch(epoch, skip))
+        return (to_device(batch, self.env.device) for batch in self.training.epoch(epoch, skip))
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
         """Return the cross entropy with smoothed labels, the mean over all tokens except padding."""
@@ -112,14 +84,7 @@ class Translation(Task[PairBatch]):
         """Return loss (nats per token, without label smoothing) and perplexity. BLEU is part of the final test."""
         metrics = self._losses(model, "valid", self.validation)
         if final:
-            corpus = self.corpus
-            metrics |= bleu(
-                self.translate(model),
-                self.references,
-                tokenized=corpus.tokenized,
-                lowercase=corpus.lowercase,
-                language=corpus.language,
-            )
+            metrics |= bleu(self.translate(model), self.references, self.corpus)
             metrics |= self._losses(model, "test", self.test)
         return metrics
 
@@ -130,12 +95,9 @@ class Translation(Task[PairBatch]):
             source = batch[0].to(self.env.device)
             # Long enough for any correct translation, and an end to endless ones.
             limits = 2 * (source != PADDING).sum(1) + 10
-            sentences, _ = beam_search(
-                Decoding(cast(Transformer, model), source),
-                limits,
-                beam_size=self.config.beam_size,
-                length_penalty=self.config.length_penalty,
-            )
+            decoding = Decoding(cast(Transformer, model), source)
+            beam_size, length_penalty = self.config.beam_size, self.config.length_penalty
+            sentences, _ = beam_search(decoding, limits, beam_size=beam_size, length_penalty=length_penalty)
             for index, translation in zip(indices.tolist(), self.subwords.decode(sentences), strict=True):
                 translations[index] = translation
         return translations
@@ -144,24 +106,39 @@ class Translation(Task[PairBatch]):
         total, tokens = torch.zeros((), device=self.env.device), 0
         for _, batch in batches.in_order():
             count = int((batch[2] != PADDING).sum())
-            total += count * _token_loss(model, self._on_device(batch))
+            total += count * _token_loss(model, to_device(batch, self.env.device))
             tokens += count
         loss = total.item() / tokens
         return {f"{part}_loss": loss, f"{part}_perplexity": math.exp(loss) if loss < 700 else math.inf}
 
-    def _encode(self, pairs: Pairs, longest: int | None = None) -> tuple[Sentences, Sentences]:
-        sides = self.subwords.encode(pairs.source), self.subwords.encode(pairs.target)
-        if longest is not None:
-            kept = [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= longest]
-            sides = [source for source, _ in kept], [target for _, target in kept]
-        return Sentences(sides[0]), Sentences(sides[1])
-
-    def _on_device(self, batch: PairBatch) -> PairBatch:
-        source, read, target = (to_device(part, self.env.device) for part in batch)
-        return source, read, target
+    def _encode(self, pairs: Pairs, longest: float = math.inf) -> tuple[Sentences, Sentences]:
+        encoded = zip(self.subwords.encode(pairs.source), self.subwords.encode(pairs.target), strict=True)
+        kept = [pair for pair in encoded if max(map(len, pair)) <= longest]
+        return Sentences([source for source, _ in kept]), Sentences([target for _, target in kept])
 
 
 def _token_loss(model: nn.Module, batch: PairBatch, label_smoothing: float = 0.0) -> Tensor:
     source, read, target = batch
     logits = model(source, read).flatten(0, 1)
     return F.cross_entropy(logits, target.flatten(), ignore_index=PADDING, label_smoothing=label_smoothing)
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str], corpus: Corpus) -> dict[str, float]:
+    """Return BLEU on words and on plain text, in percent.
+
+    ``bleu`` compares words between spaces, as the paper's multi-bleu script does. ``bleu_detokenized`` is sacrebleu's
+    score of plain text. They are the same number for text that Moses did not tokenize.
+    """
+    from sacrebleu import corpus_bleu
+    from sacremoses import MosesDetokenizer
+
+    def score(hypotheses: Sequence[str], references: Sequence[str], tokenize: str) -> float:
+        # force: no warning about tokenized text.
+        return corpus_bleu(hypotheses, [references], tokenize=tokenize, lowercase=corpus.lowercase, force=True).score
+
+    if not corpus.tokenized:
+        return dict.fromkeys(("bleu", "bleu_detokenized"), score(hypotheses, references, "13a"))
+    detokenize = MosesDetokenizer(corpus.language).detokenize
+    plain, plain_references = ([detokenize(text.split()) for text in texts] for texts in (hypotheses, references))
+    of_plain_text = score(plain, plain_references, "13a")
+    return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": of_plain_text}
