@@ -372,29 +372,44 @@ def test_a_task_of_ones_own(tmp_path, yielded):
 # The final weights ------------------------------------------------------------------------------------------------
 
 
-def final_weights(which, values, metrics, *, average_epochs=1):
-    """Return the weight that is tested after these steps, of which two are an epoch."""
-    config = find_preset("digits").config("sgd")
-    object.__setattr__(config, "final_weights", which)
-    object.__setattr__(config, "average_epochs", average_epochs)
-    kept, model = FinalWeights(config, len(values), 2), nn.BatchNorm1d(1)
-    for step, (value, metric) in enumerate(zip(values, metrics, strict=True), start=1):
-        nn.init.constant_(model.weight, value)
-        model.num_batches_tracked.fill_(step)
-        kept.after_step(model, step)
-        kept.after_evaluation(model, metric)
-        state = kept.state_dict()
-        kept = FinalWeights(config, len(values), 2)
-        kept.load_state_dict(state)
-    kept.load_into(model)
-    return model.weight.item(), int(model.num_batches_tracked)
+def test_the_best_weights_are_kept():
+    model = nn.BatchNorm1d(1)
+
+    def best(*scores):
+        kept = FinalWeights(model)
+        for step, score in enumerate(scores, start=1):
+            nn.init.constant_(model.weight, step)
+            model.num_batches_tracked.fill_(step)
+            kept.keep_if_best(model, score)
+            state = kept.state_dict()
+            kept = FinalWeights(model)
+            kept.load_state_dict(state)
+        return kept.module.weight.item(), int(kept.module.num_batches_tracked)
+
+    assert best(1.0, math.nan, 9.0, 2.0, 9.0, 3.0) == (3, 3)
+    assert best(math.nan, math.nan, -9.0, 2.0, -1.0) == (4, 4)
+    assert best(math.nan, math.nan) == (1, 1)
 
 
-def test_the_last_the_best_and_the_mean():
-    values, metrics = [1.0, 2.0, 3.0, 4.0, 5.0, 7.0], [1.0, math.nan, 9.0, 2.0, 9.0, 3.0]
-    assert final_weights("last", values, metrics) == (7.0, 6)
-    assert final_weights("best", values, metrics) == (3.0, 3)
-    assert final_weights("best", values, [math.nan, *metrics[1:]]) == (3.0, 3)
-    assert final_weights("average", values, metrics, average_epochs=2) == (5.5, 6)
-    assert final_weights("average", values[1:], metrics[1:], average_epochs=2) == (5.5, 5)
-    assert final_weights("average", values, metrics, average_epochs=9) == pytest.approx((13 / 3, 6))
+@pytest.mark.parametrize(("average_epochs", "steps"), [(2, [30, 50]), (9, [10, 30, 50])])
+def test_the_ends_of_the_last_epochs_are_averaged(tmp_path, monkeypatch, average_epochs, steps):
+    seen = []
+
+    def update(self, model):
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        original(self, model)
+
+    original = FinalWeights.update_parameters
+    monkeypatch.setattr(FinalWeights, "update_parameters", update)
+    result = train("digits", "sgd", tmp_path, steps=50, final_weights="average", average_epochs=average_epochs)
+    weights = torch.load(files_of(result, tmp_path).weights, weights_only=True)
+    for name, value in weights.items():
+        values = torch.stack([each[name] for each in seen])
+        if name.endswith("num_batches_tracked"):
+            assert (values.tolist(), value) == (steps, 50)
+        else:
+            torch.testing.assert_close(value, values.mean(0))
+
+
+def test_the_best_weights_survive_a_resumption(tmp_path):
+    check_resume("digits", "sgd", tmp_path, epochs=2, final_weights="best")

@@ -101,7 +101,7 @@ def test_gradients_are_clipped():
 def make_schedule(*, higher_is_better=True, **options):
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     config = ScheduleConfig(**options)
-    schedule = Schedule(optimizer, config, total_steps=40, steps_per_epoch=4, higher_is_better=higher_is_better)
+    schedule = Schedule(optimizer, config, 40, 4, mode="max" if higher_is_better else "min")
     return optimizer, schedule
 
 

@@ -34,26 +34,19 @@ LR = 1e-6  # so low that training on noise does not diverge
 BASELINE = "baseline"
 
 
-def _labels() -> dict[str, OptimizerConfig]:
-    rounded: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
-    kron = partial(configs.AdaHessianKron, curvature_warmup=0)
-    return {
-        "sgd": configs.SGD(lr=LR, momentum=0.9),
-        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("adam", "adamw", "adagrad", "rmsprop")},
-        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("muon", "soap", "sophia")},
-        "adahessian": configs.AdaHessian(lr=LR, block_size=32),
-        **{
-            f"adahessian/every-{every}": configs.AdaHessian(block_size=32, curvature_every=every, **rounded)
-            for every in (10, 20)
-        },
-        "adahessian-kron": kron(lr=LR),
-        **{f"adahessian-kron/every-{every}": kron(curvature_every=every, **rounded) for every in (10, 20)},
-        **{f"adahessian-kron/block-{size}": kron(block_size=size, **rounded) for size in (64, 1024)},
-    }
-
-
-LABELS = _labels()
-"""Optimizers and their settings, by the label of their row."""
+_PLAIN = ("adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
+_ROUNDED: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
+_kron = partial(configs.AdaHessianKron, curvature_warmup=0)
+# Optimizers and their settings, by the label of their row.
+LABELS: dict[str, OptimizerConfig] = {
+    "sgd": configs.SGD(lr=LR, momentum=0.9),
+    **{name: configs.OPTIMIZERS[name](lr=LR) for name in _PLAIN},
+    "adahessian": configs.AdaHessian(lr=LR, block_size=32),
+    **{f"adahessian/every-{n}": configs.AdaHessian(block_size=32, curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    "adahessian-kron": _kron(lr=LR),
+    **{f"adahessian-kron/every-{n}": _kron(curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    **{f"adahessian-kron/block-{n}": _kron(block_size=n, **_ROUNDED) for n in (64, 1024)},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +55,7 @@ class Clock:
 
     device: torch.device
     rounds: int
-    min_seconds: float = 0.2
-    """Shortest time of each step per round."""
+    min_seconds: float = 0.2  # of each step per round, at least
 
     def seconds(self, step: Callable[[], Any], count: int) -> float:
         """Return the time of some steps, from an idle device to an idle device."""
@@ -75,8 +67,7 @@ class Clock:
     def in_rounds(self, steps: Mapping[str, tuple[Callable[[], Any], int]]) -> dict[str, list[float]]:
         """Return the seconds per step, one value per round. All steps take turns in every round.
 
-        Args:
-            steps: Steps that are warm, each with the number of calls after which its cost repeats.
+        Steps are warm, and each comes with the number of calls after which its cost repeats.
         """
         counts = {
             name: cycle * max(1, math.ceil(self.min_seconds / self.seconds(step, cycle)))
@@ -102,8 +93,7 @@ class _Training:
     batch: Batch
     optimizer: Optimizer
     step: Callable[[Batch], Tensor]
-    kind: str
-    """Whether the step is captured, compiled, partly so ("mixed"), or eager."""
+    kind: str  # captured, compiled, partly so ("mixed"), or eager
 
     def __call__(self) -> Tensor:
         return self.step(self.batch)
@@ -116,29 +106,25 @@ def measure_steps(
 
     Each optimizer trains a model of its own, which is freed before the next one starts. Only the baseline stays, and
     takes turns with each of them. If an optimizer fails, its row has an ``error`` instead of numbers.
-
-    Args:
-        workload: What to train.
-        mode: How to train it.
-        labels: Keys of LABELS, and BASELINE, which is measured in any case.
-        clock: Measures the time.
-        warm_only: Take two steps with each of ``labels`` to fill the compiler's cache, and measure nothing.
-        seed: Seed of parameters and data.
+    With ``warm_only``, take two steps with each of ``labels`` to fill the compiler's cache, and measure nothing.
     """
     baseline: _Training | None = None
     baseline_peak: float | None = None
     if clock.device.type == "cuda" and not warm_only:  # so that one-time allocations are not charged to the baseline
         _start(workload, "eager", workload.baseline, clock.device, seed)()
     for label in labels if warm_only else dict.fromkeys([BASELINE, *labels]):
-        config = _config(workload, label)
+        config = LABELS[workload.baseline if label == BASELINE else label]
         row: Row = {"part": "steps", "mode": mode, "label": label, "optimizer": config.title, "config": asdict(config)}
+        cycle = getattr(config, "curvature_every", getattr(config, "precondition_every", 1))
         start = partial(_start, workload, mode, label, clock.device, seed)
         with _warnings() as warnings:
             try:
                 if warm_only:
-                    row["seconds"] = clock.seconds(partial(_two_steps, start), 1)
+                    started = timer()
+                    clock.seconds(start(), 2)
+                    row["seconds"] = timer() - started
                 else:
-                    training, numbers = _measure(start, interval(config), mode, clock, baseline)
+                    training, numbers = _measure(start, cycle, mode, clock, baseline)
                     peak = numbers["peak_mib"]
                     if label == BASELINE:
                         baseline, baseline_peak, numbers["ratio"] = training, peak, 1.0
@@ -150,19 +136,9 @@ def measure_steps(
     torch.compiler.reset()
 
 
-def interval(config: OptimizerConfig) -> int:
-    """Return the number of steps after which the cost of a step repeats."""
-    every: int = getattr(config, "curvature_every", getattr(config, "precondition_every", 1))
-    return every
-
-
-def _config(workload: Workload, label: str) -> OptimizerConfig:
-    return LABELS[workload.baseline if label == BASELINE else label]
-
-
 def _start(workload: Workload, mode: Mode, label: str, device: torch.device, seed: int) -> _Training:
     model, batch = workload.build(device, seed)
-    config = _config(workload, label)
+    config = LABELS[workload.baseline if label == BASELINE else label]
     optimizer = build_optimizer(config, model, seed=seed)
     if label == BASELINE and mode == "captured" and device.type == "cuda":
         return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch), "captured")
@@ -170,21 +146,15 @@ def _start(workload: Workload, mode: Mode, label: str, device: torch.device, see
     return _Training(model, batch, optimizer, step, step.mode)
 
 
-def _two_steps(start: Callable[[], _Training]) -> None:
-    training = start()
-    for _ in range(2):
-        training()
-
-
 def _measure(
     start: Callable[[], _Training], cycle: int, mode: Mode, clock: Clock, baseline: _Training | None
 ) -> tuple[_Training, Row]:
-    before = held(clock.device)
+    captured = mode == "captured"
+    before = held(clock.device, captured=captured)
     training = start()
     for _ in range(2):  # compiles and captures, then repeats the cycle without that
         clock.seconds(training, cycle)
-    run_cycle = partial(clock.seconds, training, cycle)
-    peak = peak_mib(run_cycle, before, clock.device, captured=mode == "captured")
+    peak = peak_mib(partial(clock.seconds, training, cycle), before, clock.device, captured=captured)
     steps = {"own": (training, cycle)} | ({BASELINE: (baseline, 1)} if baseline else {})
     seconds = clock.in_rounds(steps)
     if not math.isfinite(training().item()):
