@@ -12,14 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import adahessian
-from adahessian.lab.bench.memory import state_bytes
-from adahessian.lab.bench.whole_step import LABELS, Clock, Row, median_ratio
+from adahessian.lab.bench.whole_step import LABELS, Clock, Row, median_ratio, state_bytes
 from adahessian.lab.bench.workloads import GPT2
 from adahessian.lab.configs.optimizers import AdaHessian, AdaHessianKron, OptimizerConfig
 from adahessian.lab.training.optimizers import build_optimizer
 
 UPDATES = ("adamw", "muon", "adahessian", "adahessian-kron")
-_NEVER = 10**9
 
 
 def measure_update(
@@ -59,7 +57,7 @@ def measure_update(
 def _start(config: OptimizerConfig, model: nn.Module, seed: int) -> Optimizer:
     """Return an optimizer that has measured a quadratic, if it measures, and does not measure again."""
     if isinstance(config, (AdaHessian, AdaHessianKron)):
-        config = replace(config, curvature_every=_NEVER)
+        config = replace(config, curvature_every=10**9)
     optimizer = build_optimizer(config, model, seed=seed)
     if isinstance(optimizer, adahessian.AdaHessian):
         adahessian.Curvature(model, _quadratic, optimizer, compile=False).measure(torch.ones(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,22 +18,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.benchmark import timer
 
+from adahessian.base.batches import tensors_in
 from adahessian.base.errors import first_line
 from adahessian.base.log import logger, warn_once
 from adahessian.cuda_graphs import CapturedFunction, Memory
-from adahessian.lab.bench.memory import held, peak_mib, state_bytes
-from adahessian.lab.bench.workloads import Batch, LossFn, Workload
+from adahessian.lab.bench.workloads import Batch, Workload
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.configs.optimizers import OptimizerConfig
 from adahessian.lab.training.optimizers import build_optimizer
-from adahessian.lab.training.steps import make_step
+from adahessian.lab.training.steps import LossFn, Step, make_step
 
 Mode = Literal["eager", "captured"]
 Row: TypeAlias = dict[str, Any]
 
 LR = 1e-6  # so low that training on noise does not diverge
 BASELINE = "baseline"
-
 
 _PLAIN = ("adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
 _ROUNDED: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
@@ -92,8 +92,7 @@ class _Training:
     model: nn.Module
     batch: Batch
     optimizer: Optimizer
-    step: Callable[[Batch], Tensor]
-    kind: str  # captured, compiled, partly so ("mixed"), or eager
+    step: Step
 
     def __call__(self) -> Tensor:
         return self.step(self.batch)
@@ -141,27 +140,27 @@ def _start(workload: Workload, mode: Mode, label: str, device: torch.device, see
     config = LABELS[workload.baseline if label == BASELINE else label]
     optimizer = build_optimizer(config, model, seed=seed)
     if label == BASELINE and mode == "captured" and device.type == "cuda":
-        return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch), "captured")
+        return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch))
     step = make_step(model, workload.loss, optimizer, config, compiled=mode == "captured")
-    return _Training(model, batch, optimizer, step, step.mode)
+    return _Training(model, batch, optimizer, step)
 
 
 def _measure(
     start: Callable[[], _Training], cycle: int, mode: Mode, clock: Clock, baseline: _Training | None
 ) -> tuple[_Training, Row]:
     captured = mode == "captured"
-    before = held(clock.device, captured=captured)
+    before = _held(clock.device, captured=captured)
     training = start()
     for _ in range(2):  # compiles and captures, then repeats the cycle without that
         clock.seconds(training, cycle)
-    peak = peak_mib(partial(clock.seconds, training, cycle), before, clock.device, captured=captured)
+    peak = _peak_mib(partial(clock.seconds, training, cycle), before, clock.device, captured=captured)
     steps = {"own": (training, cycle)} | ({BASELINE: (baseline, 1)} if baseline else {})
     seconds = clock.in_rounds(steps)
     if not math.isfinite(training().item()):
         raise ArithmeticError("The loss is not finite.")
     parameters = sum(param.numel() for param in training.model.parameters())
     return training, {
-        "step": training.kind,
+        "step": training.step.mode,
         "step_ms": 1e3 * median(seconds["own"]),
         "ratio": median_ratio(seconds["own"], seconds[BASELINE]) if baseline else None,
         "peak_mib": peak,
@@ -169,6 +168,36 @@ def _measure(
         "parameters": parameters,
         "round_ms": [1e3 * each for each in seconds["own"]],
     }
+
+
+def _held(device: torch.device, *, captured: bool) -> int:
+    """Free what can be freed and return the bytes that stay in use. 0 on a CPU.
+
+    The replay of a CUDA graph allocates nothing, so the memory that its graph has reserved counts for captured steps.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() if captured else torch.cuda.memory_allocated()
+
+
+def _peak_mib(run: Callable[[], object], before: int, device: torch.device, *, captured: bool) -> float | None:
+    """Run some steps and return their peak memory beyond ``before``, or None on a CPU."""
+    if device.type != "cuda":
+        return None
+    _held(device, captured=captured)
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_reserved() if captured else torch.cuda.max_memory_allocated()
+    return (peak - before) / 2**20
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the optimizer's state, except for scalars such as step counts."""
+    return sum(tensor.nbytes for tensor in tensors_in([*optimizer.state.values()]) if tensor.dim())
 
 
 @contextmanager
@@ -187,7 +216,7 @@ def _warnings() -> Iterator[list[str]]:
         found += [message for message in messages if not message.startswith("Compiling ")]
 
 
-def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Callable[[Batch], Tensor]:
+def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Step:
     """Return a step whose compiled gradient and fused update are captured together as one CUDA graph.
 
     TrainingStep captures the gradient only, because schedules and hooks need an ordinary update.
@@ -207,4 +236,4 @@ def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: B
         return loss.detach()
 
     captured = CapturedFunction(step, model, Memory())
-    return lambda _: captured.replay()
+    return Step(lambda _: captured.replay(), "captured")

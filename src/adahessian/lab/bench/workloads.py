@@ -17,7 +17,6 @@ from adahessian.lab.models.lstm import LSTM
 from adahessian.lab.models.resnet import ResNet
 
 Batch: TypeAlias = tuple[Tensor, ...]
-LossFn: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -40,7 +39,7 @@ class Workload:
     model: Callable[[], nn.Module]
     batch: Callable[[int], Batch]  # draws so many examples
     batch_size: int
-    loss: LossFn = mean_loss
+    loss: Callable[[nn.Module, Batch], Tensor] = mean_loss
     needs_gpu: bool = False
 
     def build(self, device: torch.device, seed: int) -> tuple[nn.Module, Batch]:
