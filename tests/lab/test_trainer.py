@@ -22,7 +22,7 @@ from torch import nn
 
 from adahessian.lab.commands.train import execute
 from adahessian.lab.configs import find_preset
-from adahessian.lab.configs.optimizers import SGD
+from adahessian.lab.configs.optimizers import OPTIMIZERS, SGD
 from adahessian.lab.configs.run import Metric, Run, RunConfig, Session
 from adahessian.lab.errors import CheckpointError, ConfigError, DataError, LabError, RunExistsError, StoppedError
 from adahessian.lab.results.run_file import RunFiles, read_run
@@ -31,16 +31,8 @@ from adahessian.lab.training import trainer
 from adahessian.lab.training.checkpoint import load_checkpoint, locked, save_checkpoint
 from adahessian.lab.training.final_weights import FinalWeights
 
-FAMILIES = (
-    "cifar10-resnet20",
-    "image-folder-resnet18",
-    "multi30k-de-en",
-    "ptb-tensorized",
-    "ptb-transformer",
-    "glue-sst2",
-    "criteo-dlrm",
-)
-OPTIMIZERS = ("adahessian-kron", "adahessian", "sgd", "adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
+FAMILIES = ("cifar10-resnet20", "image-folder-resnet18", "multi30k-de-en", "ptb-tensorized", "ptb-transformer")
+FAMILIES += ("glue-sst2", "criteo-dlrm")
 
 
 @pytest.fixture(scope="module")
@@ -53,42 +45,32 @@ def undisturbed(tmp_path_factory):
 # Resuming ---------------------------------------------------------------------------------------------------------
 
 
-def check_resume(task, optimizer, folder, **options):
-    """Compare a run that stops within its second epoch with one that does not."""
-    write_data(task, folder)
-    whole = train(task, optimizer, folder, name="whole", **options)
-    middle = int(whole.curve["step"][0]) + 1
+@pytest.mark.parametrize(
+    ("task", "optimizer", "options"),
+    [
+        *((task, "adahessian-kron", {"epochs": 2}) for task in FAMILIES),
+        *(("digits", optimizer, {"epochs": 2}) for optimizer in ("adahessian", "sgd", "adamw", "muon", "soap")),
+        *(("pinn-poisson-1d", optimizer, {"steps": 9, "eval_every": 4}) for optimizer in ("adahessian-kron", "lbfgs")),
+        ("digits", "sgd", {"epochs": 2, "final_weights": "best"}),
+    ],
+)
+def test_every_family_and_optimizer_resumes_in_the_same_bits(task, optimizer, options, tmp_path):
+    write_data(task, tmp_path)
+    options = {**SMALL[task], **options}
+    whole = train(task, optimizer, tmp_path, name="whole", **options)
+    middle = int(whole.curve["step"][0]) + 1  # within the second epoch
     with pytest.raises(StoppedError):
-        train(task, optimizer, folder, name="stopped", stop_after_steps=middle, **options)
-    resumed = train(task, optimizer, folder, name="stopped", resume=True, **options)
-    assert_same(whole, folder, resumed, folder)
+        train(task, optimizer, tmp_path, name="stopped", stop_after_steps=middle, **options)
+    resumed = train(task, optimizer, tmp_path, name="stopped", resume=True, **options)
+    assert_same(whole, tmp_path, resumed, tmp_path)
     assert len(resumed.provenance) == 2
 
 
-@pytest.mark.parametrize("task", FAMILIES)
-def test_every_family_resumes_in_the_same_bits(task, tmp_path):
-    check_resume(task, "adahessian-kron", tmp_path, epochs=2, **SMALL[task])
-
-
-@pytest.mark.parametrize("optimizer", ["adahessian", "sgd", "adamw", "muon", "soap"])
-def test_every_kind_of_optimizer_resumes_in_the_same_bits(optimizer, tmp_path):
-    check_resume("digits", optimizer, tmp_path, epochs=2)
-
-
-@pytest.mark.parametrize("optimizer", ["adahessian-kron", "lbfgs"])
-def test_float64_tasks_resume_in_the_same_bits(optimizer, tmp_path):
-    check_resume("pinn-poisson-1d", optimizer, tmp_path, steps=9, eval_every=4, **SMALL["pinn-poisson-1d"])
-
-
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "adahessian", "train", "digits", "adahessian-kron"]
-    return subprocess.Popen(
-        [*command, *typed(folder, epochs=2), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *launcher, "-m", "adahessian", "train", "digits", "adahessian-kron"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *typed(folder, epochs=2), *words], **pipes, env=environment)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -126,17 +108,13 @@ def test_stopping_after_epochs(tmp_path, undisturbed):
 
 
 def test_two_processes(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
     def launch(folder, *words):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run(
-            [*command, "-m", "adahessian", "train", "digits", "adahessian-kron", *typed(folder, epochs=2), *words],
-            capture_output=True,
-            text=True,
-            timeout=500,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        run = start(folder, *words, launcher=launcher)
+        printed = run.communicate(timeout=500)[0]
+        assert run.returncode == 0, printed
+        return printed
 
     one, other = tmp_path / "one", tmp_path / "other"
     printed = launch(one)
@@ -200,7 +178,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
         train("digits", "adamw", tmp_path, name="mine", lr=0.1, resume=True)
     (path,) = tmp_path.rglob("checkpoint.pt")
     saved = load_checkpoint(path)
-    save_checkpoint(path, {**saved, "steps_per_epoch": 21})
+    save_checkpoint(path, saved | {"identity": saved["identity"] | {"--data-dir (steps per epoch)": 21}})
     with pytest.raises(CheckpointError, match="--data-dir"):
         train("digits", "adamw", tmp_path, name="mine", resume=True)
     path.write_bytes(path.read_bytes()[:1000])
@@ -245,7 +223,7 @@ def test_an_output_that_is_a_file(tmp_path):
 # The loop ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"lbfgs"}))
 def test_every_optimizer_trains(tmp_path, optimizer):
     if optimizer in ("soap", "sophia"):
         pytest.importorskip("pytorch_optimizer")
@@ -256,13 +234,8 @@ def test_every_optimizer_trains(tmp_path, optimizer):
     assert result.final["test_accuracy"] == result.curve["test_accuracy"][-1]
     assert result.cost["parameters"] == 5178
     assert (result.cost["step_ms"] > 0, result.cost["exclusive"], result.cost["peak_mib"]) == (True, False, None)
-    assert result.conditions == {
-        "device": "cpu",
-        "precision": "float32",
-        "compiled": False,
-        "mode": "eager",
-        "processes": 1,
-    }
+    computed = {"device": "cpu", "precision": "float32", "compiled": False, "mode": "eager", "processes": 1}
+    assert result.conditions == computed
     assert {"commit", "command", "versions", "hardware"} <= result.provenance[0].keys()
     assert [*tmp_path.rglob("events.out.tfevents.*")]
 
@@ -409,7 +382,3 @@ def test_the_ends_of_the_last_epochs_are_averaged(tmp_path, monkeypatch, average
             assert (values.tolist(), value) == (steps, 50)
         else:
             torch.testing.assert_close(value, values.mean(0))
-
-
-def test_the_best_weights_survive_a_resumption(tmp_path):
-    check_resume("digits", "sgd", tmp_path, epochs=2, final_weights="best")

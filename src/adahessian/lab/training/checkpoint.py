@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from adahessian.lab.errors import CheckpointError, RunExistsError
 from adahessian.lab.training.atomic_files import atomic_write
@@ -34,19 +33,6 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
             f"{path} cannot be read: {reason}. Restore it, or pass --overwrite to start over."
         ) from error
     return content
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's own generators, on the CPU and on the device."""
-    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"cpu": torch.get_rng_state(), **on_device}
-
-
-def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set the states of torch's own generators."""
-    torch.set_rng_state(states["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
 
 
 @contextmanager

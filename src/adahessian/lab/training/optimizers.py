@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, Optimizer
 
 import adahessian
 from adahessian.lab.configs import optimizers as configs
@@ -17,15 +18,6 @@ from adahessian.lab.training.muon import Muon
 _EMBEDDING_LR = 0.01
 # What the training step does, or the parameter groups. The optimizer gets all other options.
 _NOT_OF_OPTIMIZER = {"clip_norm", "decay_bias_and_norm", "batch_fraction", "product_dtype"}
-_CLASSES: dict[type[configs.OptimizerConfig], Callable[..., Optimizer]] = {
-    configs.AdaHessian: adahessian.AdaHessian,
-    configs.AdaHessianKron: adahessian.AdaHessianKron,
-    configs.SGD: SGD,
-    configs.Adam: Adam,
-    configs.AdamW: AdamW,
-    configs.Adagrad: Adagrad,
-    configs.RMSprop: RMSprop,
-}
 # Names of options in pytorch_optimizer.
 _PEER_OPTIONS = {"precondition_every": "precondition_frequency", "rho": "p", "curvature_every": "update_period"}
 
@@ -42,7 +34,8 @@ def build_optimizer(
     if isinstance(config, (configs.AdaHessian, configs.AdaHessianKron)):
         sparse_lr = (embedding_lr or _EMBEDDING_LR) if is_sparse else None
         groups = adahessian.param_groups(model, decay_bias_and_norm=config.decay_bias_and_norm, sparse_lr=sparse_lr)
-        return _CLASSES[type(config)](groups, seed=seed, **options)
+        optimizer = adahessian.AdaHessian if isinstance(config, configs.AdaHessian) else adahessian.AdaHessianKron
+        return optimizer(groups, seed=seed, **options)
     is_plain_sgd = isinstance(config, configs.SGD) and not config.momentum and not config.weight_decay
     if is_sparse and not is_plain_sgd and not isinstance(config, configs.Adagrad):
         raise ConfigError(
@@ -55,18 +48,20 @@ def build_optimizer(
         return LBFGS(model.parameters(), config.lr, history_size=config.history, line_search_fn="strong_wolfe")
     if isinstance(config, configs.Muon):
         return Muon(_muon_groups(model, config), options)
-    params = _decaying(model, config)
+    build: Callable[..., Optimizer]
     if isinstance(config, (configs.SOAP, configs.Sophia)):
         try:
             import pytorch_optimizer as peers
         except ImportError as error:
             raise ConfigError('SOAP and Sophia need pytorch_optimizer. Run: pip install "adahessian[peers]"') from error
-        peer: Callable[..., Optimizer] = peers.SOAP if isinstance(config, configs.SOAP) else peers.SophiaH
-        return peer(params, **{_PEER_OPTIONS.get(name, name): value for name, value in options.items()})
-    build = _CLASSES[type(config)]
-    if build in (SGD, Adam, AdamW) and all(param.is_cuda for param in model.parameters()):
-        options["fused"] = True
-    return build(params, **options)
+        build = peers.SOAP if isinstance(config, configs.SOAP) else peers.SophiaH
+        options = {_PEER_OPTIONS.get(name, name): value for name, value in options.items()}
+    else:
+        build = getattr(torch.optim, type(config).__name__)  # configs have the names of torch's classes
+        can_fuse = not isinstance(config, (configs.Adagrad, configs.RMSprop))
+        if can_fuse and all(param.is_cuda for param in model.parameters()):
+            options["fused"] = True
+    return build(_decaying(model, config), **options)
 
 
 def has_sparse_embeddings(model: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from adahessian.lab.tasks import load_task
 from adahessian.lab.tasks.task import Env
 from adahessian.lab.training import distributed
 from adahessian.lab.training.atomic_files import write_json
-from adahessian.lab.training.checkpoint import load_checkpoint, random_states, save_checkpoint, set_random_states
+from adahessian.lab.training.checkpoint import load_checkpoint, save_checkpoint
 from adahessian.lab.training.distributed import rank, world_size
 from adahessian.lab.training.final_weights import FinalWeights
 from adahessian.lab.training.identity import changed, effective_precision, identity
@@ -68,7 +68,6 @@ class Trainer:
         config, metric = run.config, run.config.task.validation_metric
         self.files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
         self.precision = effective_precision(session, device)
-        self.identity = identity(run, self.precision, world_size())
 
         torch.manual_seed(run.seed)
         env = Env(data_dir=session.data_dir, device=device, seed=run.seed, rank=rank(), world_size=world_size())
@@ -76,6 +75,8 @@ class Trainer:
         self.steps_per_epoch = self.task.steps_per_epoch
         if self.steps_per_epoch < 1:
             raise ConfigError(f"--batch-size {config.task.batch_size} exceeds the training data. Choose a smaller one.")
+        data = {"--data-dir (steps per epoch)": self.steps_per_epoch}
+        self.identity = identity(run, self.precision, world_size()) | data
         self.total_steps = config.steps or config.epochs * self.steps_per_epoch
         self.eval_every = config.eval_every or self.steps_per_epoch
         if device.type == "cuda":
@@ -235,10 +236,10 @@ class Trainer:
     def _save(self) -> None:
         with self._clock_stopped():
             self.state.peak_bytes = self._peak_bytes()
-            own = {"random": random_states(self.device), "loss_sum": self.loss_sum.cpu()}
+            on_gpu = {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+            own = {"loss_sum": self.loss_sum.cpu(), "cpu": torch.get_rng_state(), **on_gpu}
             content = {
                 "identity": self.identity,
-                "steps_per_epoch": self.steps_per_epoch,
                 "state": asdict(self.state),
                 "ranks": distributed.all_gather(own),
                 **{name: each.state_dict() for name, each in self.stateful.items()},
@@ -252,15 +253,12 @@ class Trainer:
         saved = load_checkpoint(path, self.device)
         if names := changed(saved["identity"], self.identity):
             raise CheckpointError(f"{path} belongs to a run with other values of {names}. Choose another --name.")
-        if saved["steps_per_epoch"] != self.steps_per_epoch:
-            raise CheckpointError(
-                f"{path} was written for {saved['steps_per_epoch']:,} steps per epoch, but the data in --data-dir "
-                f"{self.session.data_dir} has {self.steps_per_epoch:,}. Restore that data, or choose another --name."
-            )
         for name, each in self.stateful.items():
             each.load_state_dict(saved[name])
         own = saved["ranks"][rank()]
-        set_random_states(own["random"], self.device)
+        torch.set_rng_state(own["cpu"].cpu())
+        if self.device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"].cpu(), self.device)
         self.loss_sum = own["loss_sum"].to(self.device)
         self.state = _State(**saved["state"])
         self.state.exclusive = self.state.exclusive and self.session.exclusive
