@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -22,11 +21,11 @@ from torch import nn
 
 from adahessian.lab.commands.train import execute
 from adahessian.lab.configs import find_preset
-from adahessian.lab.configs.optimizers import OPTIMIZERS, SGD
-from adahessian.lab.configs.run import Metric, Run, RunConfig, Session
+from adahessian.lab.configs.optimizers import OPTIMIZERS
+from adahessian.lab.configs.run import Run, Session
 from adahessian.lab.errors import CheckpointError, ConfigError, DataError, LabError, RunExistsError, StoppedError
 from adahessian.lab.results.run_file import RunFiles, read_run
-from adahessian.lab.tasks.task import Task
+from adahessian.lab.tasks.digits import DigitsTask
 from adahessian.lab.training import trainer
 from adahessian.lab.training.checkpoint import load_checkpoint, locked, save_checkpoint
 from adahessian.lab.training.final_weights import FinalWeights
@@ -42,7 +41,10 @@ def undisturbed(tmp_path_factory):
     return train("digits", "adahessian-kron", folder, epochs=2), folder
 
 
-# Resuming ---------------------------------------------------------------------------------------------------------
+def stop(*arguments, **options):
+    with pytest.raises(StoppedError) as stopped:
+        train(*arguments, **options)
+    return stopped.value
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,7 @@ def test_every_family_and_optimizer_resumes_in_the_same_bits(task, optimizer, op
     options = {**SMALL[task], **options}
     whole = train(task, optimizer, tmp_path, name="whole", **options)
     middle = int(whole.curve["step"][0]) + 1  # within the second epoch
-    with pytest.raises(StoppedError):
-        train(task, optimizer, tmp_path, name="stopped", stop_after_steps=middle, **options)
+    stop(task, optimizer, tmp_path, name="stopped", stop_after_steps=middle, **options)
     resumed = train(task, optimizer, tmp_path, name="stopped", resume=True, **options)
     assert_same(whole, tmp_path, resumed, tmp_path)
     assert len(resumed.provenance) == 2
@@ -95,9 +96,7 @@ def test_a_signal_at_any_step_loses_nothing(tmp_path, undisturbed, number):
 
 
 def test_stopping_after_epochs(tmp_path, undisturbed):
-    with pytest.raises(StoppedError) as stopped:
-        train("digits", "adahessian-kron", tmp_path, epochs=2, stop_after_epochs=1)
-    assert stopped.value.planned
+    assert stop("digits", "adahessian-kron", tmp_path, epochs=2, stop_after_epochs=1).planned
     whole, folder = undisturbed
     files = files_of(whole, tmp_path)
     assert len(files.log.read_text().splitlines()) == 1
@@ -129,9 +128,6 @@ def test_two_processes(tmp_path):
     assert first.curve["train_loss"][0] == pytest.approx(alone.curve["train_loss"][0], rel=0.1)
 
 
-# Earlier runs -----------------------------------------------------------------------------------------------------
-
-
 def test_an_earlier_run_stays_unless_overwritten(undisturbed):
     result, folder = undisturbed
     before = files_of(result, folder).result.read_bytes()
@@ -144,14 +140,12 @@ def test_an_earlier_run_stays_unless_overwritten(undisturbed):
 
 
 def test_overwriting_starts_over(tmp_path):
-    with pytest.raises(StoppedError):
-        train("digits", "adamw", tmp_path, epochs=1, stop_after_steps=3)
+    stop("digits", "adamw", tmp_path, epochs=1, stop_after_steps=3)
     with pytest.raises(RunExistsError, match=r"checkpoint\.pt"):
         train("digits", "adamw", tmp_path, epochs=1)
     result = train("digits", "adamw", tmp_path, epochs=1, overwrite=True)
     assert len(result.provenance) == 1
-    with pytest.raises(StoppedError):
-        train("digits", "adamw", tmp_path, epochs=1, overwrite=True, stop_after_steps=3)
+    stop("digits", "adamw", tmp_path, epochs=1, overwrite=True, stop_after_steps=3)
     assert not files_of(result, tmp_path).result.exists()
 
 
@@ -169,11 +163,14 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError, match="--batch-size 5000"):
         train("digits", "adamw", tmp_path, batch_size=5000)
     assert [*tmp_path.iterdir()] == [tmp_path / "runs"]
+    (tmp_path / "runs").rmdir()
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(LabError, match="--output"):
+        train("digits", "adamw", tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
-    with pytest.raises(StoppedError):
-        train("digits", "adamw", tmp_path, name="mine", stop_after_steps=3)
+    stop("digits", "adamw", tmp_path, name="mine", stop_after_steps=3)
     with pytest.raises(CheckpointError, match="--lr"):
         train("digits", "adamw", tmp_path, name="mine", lr=0.1, resume=True)
     (path,) = tmp_path.rglob("checkpoint.pt")
@@ -197,8 +194,7 @@ def test_two_processes_cannot_write_one_run(tmp_path):
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, function):
-    with pytest.raises(StoppedError):
-        train("digits", "adamw", tmp_path, epochs=2, stop_after_epochs=1)
+    stop("digits", "adamw", tmp_path, epochs=2, stop_after_epochs=1)
     (checkpoint,) = tmp_path.rglob("checkpoint.pt")
     before = checkpoint.read_bytes()
 
@@ -212,15 +208,6 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, function):
     assert checkpoint.read_bytes() == before
     assert not [*tmp_path.rglob("*.part")]
     assert train("digits", "adamw", tmp_path, epochs=2, resume=True).status == "finished"
-
-
-def test_an_output_that_is_a_file(tmp_path):
-    (tmp_path / "runs").write_text("")
-    with pytest.raises(LabError, match="--output"):
-        train("digits", "adamw", tmp_path)
-
-
-# The loop ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", sorted({*OPTIMIZERS} - {"lbfgs"}))
@@ -293,56 +280,12 @@ def test_a_selection_is_recorded(tmp_path):
     assert result.selection == selection
 
 
-class Line(Task):
-    """A line through points, which yields some batches per epoch."""
-
-    steps_per_epoch = 4
-
-    def __init__(self, batches):
-        self.yielded = batches
-
-    def build_model(self):
-        return nn.Linear(1, 1)
-
-    def batches(self, epoch, skip=0):
-        for index in range(skip, self.yielded):
-            yield torch.linspace(-1, 1, 8).unsqueeze(1) + 0.1 * index
-
-    def loss(self, model, batch):
-        return (model(batch) - 2 * batch).square().mean()
-
-    def evaluate(self, model, *, final=False):
-        return {"test_error": (model.weight - 2).abs().item()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineConfig:
-    """A user's own task."""
-
-    metric: ClassVar[Metric] = Metric(name="test_error", title="test error", higher_is_better=False)
-    validation_metric: ClassVar[Metric] = metric
-    batch_size: int = 8
-    yielded: int = 4
-
-    def load(self, env):
-        return Line(self.yielded)
-
-
-@pytest.mark.parametrize("yielded", [4, 3, 5])
-def test_a_task_of_ones_own(tmp_path, yielded):
-    config = RunConfig(task=LineConfig(yielded=yielded), optimizer=SGD(lr=0.3), epochs=8)
-    run = Run(task="line", optimizer="sgd", config=config, seed=1, label="sgd")
-    session = Session(output=tmp_path, device="cpu")
-    if yielded != 4:
-        with pytest.raises(ConfigError, match="steps_per_epoch"):
-            execute(run, session)
-        return
-    result = execute(run, session)
-    assert result.final["test_error"] < 0.1
-    assert (result.curve["step"][-1], result.config["task"]) == (32, {"batch_size": 8, "yielded": 4})
-
-
-# The final weights ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [19, 21])
+def test_a_task_that_yields_another_number_of_batches_is_rejected(tmp_path, monkeypatch, count):
+    batches = DigitsTask.batches
+    monkeypatch.setattr(DigitsTask, "batches", lambda task, epoch, skip: islice(cycle(batches(task, epoch)), count))
+    with pytest.raises(ConfigError, match="steps_per_epoch is 20"):
+        train("digits", "sgd", tmp_path, epochs=2)
 
 
 def test_the_best_weights_are_kept():
