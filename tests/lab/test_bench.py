@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from adahessian.lab.bench import whole_step
+from adahessian.lab.bench.memory import state_bytes
 from adahessian.lab.bench.update import UPDATES, measure_update
-from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, measure_steps, median_ratio, state_bytes
+from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, measure_steps, median_ratio
 from adahessian.lab.bench.workloads import WORKLOADS
 from adahessian.lab.commands import bench
 from adahessian.lab.errors import ConfigError, RunExistsError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.benchmark import timer
 
-from adahessian.base.batches import tensors_in
 from adahessian.base.errors import first_line
 from adahessian.base.log import logger, warn_once
 from adahessian.cuda_graphs import CapturedFunction, Memory
-from adahessian.lab.bench.workloads import Batch, Workload
+from adahessian.lab.bench.memory import held, peak_mib, state_bytes
+from adahessian.lab.bench.workloads import Batch, LossFn, Workload
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.configs.optimizers import OptimizerConfig
 from adahessian.lab.training.optimizers import build_optimizer
-from adahessian.lab.training.steps import LossFn, Step, make_step
+from adahessian.lab.training.steps import make_step
 
 Mode = Literal["eager", "captured"]
 Row: TypeAlias = dict[str, Any]
@@ -34,19 +33,27 @@ Row: TypeAlias = dict[str, Any]
 LR = 1e-6  # so low that training on noise does not diverge
 BASELINE = "baseline"
 
-_PLAIN = ("adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
-_ROUNDED: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
-_kron = partial(configs.AdaHessianKron, curvature_warmup=0)
-# Optimizers and their settings, by the label of their row.
-LABELS: dict[str, OptimizerConfig] = {
-    "sgd": configs.SGD(lr=LR, momentum=0.9),
-    **{name: configs.OPTIMIZERS[name](lr=LR) for name in _PLAIN},
-    "adahessian": configs.AdaHessian(lr=LR, block_size=32),
-    **{f"adahessian/every-{n}": configs.AdaHessian(block_size=32, curvature_every=n, **_ROUNDED) for n in (10, 20)},
-    "adahessian-kron": _kron(lr=LR),
-    **{f"adahessian-kron/every-{n}": _kron(curvature_every=n, **_ROUNDED) for n in (10, 20)},
-    **{f"adahessian-kron/block-{n}": _kron(block_size=n, **_ROUNDED) for n in (64, 1024)},
-}
+
+def _labels() -> dict[str, OptimizerConfig]:
+    rounded: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
+    kron = partial(configs.AdaHessianKron, curvature_warmup=0)
+    return {
+        "sgd": configs.SGD(lr=LR, momentum=0.9),
+        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("adam", "adamw", "adagrad", "rmsprop")},
+        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("muon", "soap", "sophia")},
+        "adahessian": configs.AdaHessian(lr=LR, block_size=32),
+        **{
+            f"adahessian/every-{every}": configs.AdaHessian(block_size=32, curvature_every=every, **rounded)
+            for every in (10, 20)
+        },
+        "adahessian-kron": kron(lr=LR),
+        **{f"adahessian-kron/every-{every}": kron(curvature_every=every, **rounded) for every in (10, 20)},
+        **{f"adahessian-kron/block-{size}": kron(block_size=size, **rounded) for size in (64, 1024)},
+    }
+
+
+LABELS = _labels()
+"""Optimizers and their settings, by the label of their row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,8 @@ class Clock:
 
     device: torch.device
     rounds: int
-    min_seconds: float = 0.2  # of each step per round, at least
+    min_seconds: float = 0.2
+    """Shortest time of each step per round."""
 
     def seconds(self, step: Callable[[], Any], count: int) -> float:
         """Return the time of some steps, from an idle device to an idle device."""
@@ -67,7 +75,8 @@ class Clock:
     def in_rounds(self, steps: Mapping[str, tuple[Callable[[], Any], int]]) -> dict[str, list[float]]:
         """Return the seconds per step, one value per round. All steps take turns in every round.
 
-        Steps are warm, and each comes with the number of calls after which its cost repeats.
+        Args:
+            steps: Steps that are warm, each with the number of calls after which its cost repeats.
         """
         counts = {
             name: cycle * max(1, math.ceil(self.min_seconds / self.seconds(step, cycle)))
@@ -92,7 +101,9 @@ class _Training:
     model: nn.Module
     batch: Batch
     optimizer: Optimizer
-    step: Step
+    step: Callable[[Batch], Tensor]
+    kind: str
+    """Whether the step is captured, compiled, partly so ("mixed"), or eager."""
 
     def __call__(self) -> Tensor:
         return self.step(self.batch)
@@ -105,25 +116,29 @@ def measure_steps(
 
     Each optimizer trains a model of its own, which is freed before the next one starts. Only the baseline stays, and
     takes turns with each of them. If an optimizer fails, its row has an ``error`` instead of numbers.
-    With ``warm_only``, take two steps with each of ``labels`` to fill the compiler's cache, and measure nothing.
+
+    Args:
+        workload: What to train.
+        mode: How to train it.
+        labels: Keys of LABELS, and BASELINE, which is measured in any case.
+        clock: Measures the time.
+        warm_only: Take two steps with each of ``labels`` to fill the compiler's cache, and measure nothing.
+        seed: Seed of parameters and data.
     """
     baseline: _Training | None = None
     baseline_peak: float | None = None
     if clock.device.type == "cuda" and not warm_only:  # so that one-time allocations are not charged to the baseline
         _start(workload, "eager", workload.baseline, clock.device, seed)()
     for label in labels if warm_only else dict.fromkeys([BASELINE, *labels]):
-        config = LABELS[workload.baseline if label == BASELINE else label]
+        config = _config(workload, label)
         row: Row = {"part": "steps", "mode": mode, "label": label, "optimizer": config.title, "config": asdict(config)}
-        cycle = getattr(config, "curvature_every", getattr(config, "precondition_every", 1))
         start = partial(_start, workload, mode, label, clock.device, seed)
         with _warnings() as warnings:
             try:
                 if warm_only:
-                    started = timer()
-                    clock.seconds(start(), 2)
-                    row["seconds"] = timer() - started
+                    row["seconds"] = clock.seconds(partial(_two_steps, start), 1)
                 else:
-                    training, numbers = _measure(start, cycle, mode, clock, baseline)
+                    training, numbers = _measure(start, interval(config), mode, clock, baseline)
                     peak = numbers["peak_mib"]
                     if label == BASELINE:
                         baseline, baseline_peak, numbers["ratio"] = training, peak, 1.0
@@ -135,32 +150,48 @@ def measure_steps(
     torch.compiler.reset()
 
 
+def interval(config: OptimizerConfig) -> int:
+    """Return the number of steps after which the cost of a step repeats."""
+    every: int = getattr(config, "curvature_every", getattr(config, "precondition_every", 1))
+    return every
+
+
+def _config(workload: Workload, label: str) -> OptimizerConfig:
+    return LABELS[workload.baseline if label == BASELINE else label]
+
+
 def _start(workload: Workload, mode: Mode, label: str, device: torch.device, seed: int) -> _Training:
     model, batch = workload.build(device, seed)
-    config = LABELS[workload.baseline if label == BASELINE else label]
+    config = _config(workload, label)
     optimizer = build_optimizer(config, model, seed=seed)
     if label == BASELINE and mode == "captured" and device.type == "cuda":
-        return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch))
+        return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch), "captured")
     step = make_step(model, workload.loss, optimizer, config, compiled=mode == "captured")
-    return _Training(model, batch, optimizer, step)
+    return _Training(model, batch, optimizer, step, step.mode)
+
+
+def _two_steps(start: Callable[[], _Training]) -> None:
+    training = start()
+    for _ in range(2):
+        training()
 
 
 def _measure(
     start: Callable[[], _Training], cycle: int, mode: Mode, clock: Clock, baseline: _Training | None
 ) -> tuple[_Training, Row]:
-    captured = mode == "captured"
-    before = _held(clock.device, captured=captured)
+    before = held(clock.device)
     training = start()
     for _ in range(2):  # compiles and captures, then repeats the cycle without that
         clock.seconds(training, cycle)
-    peak = _peak_mib(partial(clock.seconds, training, cycle), before, clock.device, captured=captured)
+    run_cycle = partial(clock.seconds, training, cycle)
+    peak = peak_mib(run_cycle, before, clock.device, captured=mode == "captured")
     steps = {"own": (training, cycle)} | ({BASELINE: (baseline, 1)} if baseline else {})
     seconds = clock.in_rounds(steps)
     if not math.isfinite(training().item()):
         raise ArithmeticError("The loss is not finite.")
     parameters = sum(param.numel() for param in training.model.parameters())
     return training, {
-        "step": training.step.mode,
+        "step": training.kind,
         "step_ms": 1e3 * median(seconds["own"]),
         "ratio": median_ratio(seconds["own"], seconds[BASELINE]) if baseline else None,
         "peak_mib": peak,
@@ -168,36 +199,6 @@ def _measure(
         "parameters": parameters,
         "round_ms": [1e3 * each for each in seconds["own"]],
     }
-
-
-def _held(device: torch.device, *, captured: bool) -> int:
-    """Free what can be freed and return the bytes that stay in use. 0 on a CPU.
-
-    The replay of a CUDA graph allocates nothing, so the memory that its graph has reserved counts for captured steps.
-    """
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved() if captured else torch.cuda.memory_allocated()
-
-
-def _peak_mib(run: Callable[[], object], before: int, device: torch.device, *, captured: bool) -> float | None:
-    """Run some steps and return their peak memory beyond ``before``, or None on a CPU."""
-    if device.type != "cuda":
-        return None
-    _held(device, captured=captured)
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_reserved() if captured else torch.cuda.max_memory_allocated()
-    return (peak - before) / 2**20
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the optimizer's state, except for scalars such as step counts."""
-    return sum(tensor.nbytes for tensor in tensors_in([*optimizer.state.values()]) if tensor.dim())
 
 
 @contextmanager
@@ -216,7 +217,7 @@ def _warnings() -> Iterator[list[str]]:
         found += [message for message in messages if not message.startswith("Compiling ")]
 
 
-def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Step:
+def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Callable[[Batch], Tensor]:
     """Return a step whose compiled gradient and fused update are captured together as one CUDA graph.
 
     TrainingStep captures the gradient only, because schedules and hooks need an ordinary update.
@@ -236,4 +237,4 @@ def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: B
         return loss.detach()
 
     captured = CapturedFunction(step, model, Memory())
-    return Step(lambda _: captured.replay(), "captured")
+    return lambda _: captured.replay()
