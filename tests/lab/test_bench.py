@@ -1,6 +1,7 @@
 """Time and memory of training steps."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,14 @@ from torch import nn
 from adahessian.lab.bench import whole_step
 from adahessian.lab.bench.memory import state_bytes
 from adahessian.lab.bench.update import UPDATES, measure_update
-from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, measure_steps, median_ratio
+from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, Job, Timed, measure_steps, median_ratio, prepare
 from adahessian.lab.bench.workloads import WORKLOADS
 from adahessian.lab.commands import bench
 from adahessian.lab.errors import ConfigError, RunExistsError
 from adahessian.lab.results import frames
 
 CPU = torch.device("cpu")
-ONCE = Clock(device=CPU, rounds=1, min_seconds=1e-6)
+ONCE = Clock(rounds=1, min_seconds=1e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +52,13 @@ def test_rows_are_printed_and_written(tmp_path, capsys):
 
 
 def test_rows_survive_an_interruption(tmp_path, monkeypatch):
-    def interrupted(config, *args, **kwargs):
-        if config == LABELS["muon"]:
+    def interrupted(row):
+        if row["label"] == "muon":
             raise KeyboardInterrupt
-        return build(config, *args, **kwargs)
+        return line(row)
 
-    build = whole_step.build_optimizer
-    monkeypatch.setattr(whole_step, "build_optimizer", interrupted)
+    line = bench._line
+    monkeypatch.setattr(bench, "_line", interrupted)
     output = tmp_path / "bench.json"
     with pytest.raises(KeyboardInterrupt):
         run(output, "--optimizers", "adamw", "muon")
@@ -66,12 +67,15 @@ def test_rows_survive_an_interruption(tmp_path, monkeypatch):
         run(output)
 
 
-def test_every_optimizer_can_be_warmed_up(tmp_path, capsys):
-    assert run(tmp_path / "bench.json", "--warm-only") is None
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines] == [BASELINE, *LABELS]
-    assert all("ready" in line for line in lines)
-    assert len(lines) <= 20
+@pytest.mark.parametrize("label", [label for label in LABELS if "/" not in label])
+def test_every_optimizer_can_be_prepared(label):
+    training, row = prepare(Job(WORKLOADS["digits"], "eager", label, LABELS[label], CPU))
+    assert row["step"] == "eager"
+    assert training().isfinite()
+
+
+def test_a_table_has_at_most_twenty_lines():
+    assert len([BASELINE, *LABELS]) <= 20
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,7 @@ def test_every_optimizer_can_be_warmed_up(tmp_path, capsys):
         (["--optimizers", "adamv"], "adamw"),
         (["--workloads", "digit"], "digits"),
         (["--rounds", "0"], "--rounds"),
+        (["--at-once", "0"], "--at-once"),
         (["--workloads", "gpt2-124m"], "gpt2-124m"),
     ],
 )
@@ -94,24 +99,23 @@ def test_nothing_but_torch_and_tyro_is_needed():
     code = f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
     code += "from adahessian.lab.command import main; main(['bench', '--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "--warm-only" in done.stdout, done.stderr
+    assert "--at-once" in done.stdout, done.stderr
 
 
-def test_rounds_hold_whole_cycles_and_last_long_enough(monkeypatch):
-    now, log = 0.0, []
+def test_rounds_hold_whole_cycles_and_last_long_enough():
+    log = []
 
     def costing(name, costs):
-        def step():
-            nonlocal now
-            now += costs[log.count(name) % len(costs)]
-            log.append(name)
+        def seconds(count):
+            taken = log.count(name)
+            log.extend([name] * count)
+            return sum(costs[step % len(costs)] for step in range(taken, taken + count))
 
-        return step, len(costs)
+        return Timed(seconds, len(costs))
 
-    monkeypatch.setattr(whole_step, "timer", lambda: now)
-    steps = {"rare": costing("rare", [5.0, 1.0, 1.0, 1.0]), "even": costing("even", [2.0])}
-    seconds = Clock(device=CPU, rounds=3, min_seconds=9).in_rounds(steps)
-    assert seconds == {"rare": [2.0] * 3, "even": [2.0] * 3}
+    timed = {"rare": costing("rare", [5.0, 1.0, 1.0, 1.0]), "even": costing("even", [2.0])}
+    times = Clock(rounds=3, min_seconds=9).in_rounds(timed)
+    assert times == {"rare": [2.0] * 3, "even": [2.0] * 3}
     assert log == ["rare"] * 4 + ["even"] + 3 * (["rare"] * 8 + ["even"] * 5)
 
 
@@ -120,35 +124,48 @@ def test_ratios_are_taken_within_rounds():
     assert median_ratio([2.0, 6.0, 2.2], [1.0, 3.0, 1.0]) == 2.0
 
 
-def test_failures_do_not_end_the_benchmark(monkeypatch):
-    def build(config, *args, **kwargs):
-        if config == LABELS["adam"]:
-            raise RuntimeError("broken\nin many words")
-        return original(replace(config, lr=1e30) if config == LABELS["adamw"] else config, *args, **kwargs)
+def jobs_of(workload, mode, **configs):
+    return [Job(workload, mode, label, config, CPU) for label, config in configs.items()]
 
-    original = whole_step.build_optimizer
-    monkeypatch.setattr(whole_step, "build_optimizer", build)
-    rows = {
-        row["label"]: row for row in measure_steps(WORKLOADS["digits"], "eager", ["adam", "adamw", "muon"], clock=ONCE)
-    }
-    assert rows["adam"]["error"] == "broken"
-    assert "finite" in rows["adamw"]["error"]
-    assert "step_ms" not in rows["adamw"]
-    assert rows["muon"]["ratio"] > 0
-    failed, muon = measure_steps(replace(WORKLOADS["digits"], baseline="adam"), "eager", ["muon"], clock=ONCE)
-    assert (failed["error"], muon["ratio"], muon["memory_ratio"]) == ("broken", None, None)
-    assert muon["step_ms"] > 0
+
+def test_failures_do_not_end_the_benchmark():
+    adam, adamw = LABELS["adam"], LABELS["adamw"]
+    broken = partial(fail, "broken\nin many words")
+    unusable = replace(WORKLOADS["digits"], loss=broken)
+    jobs = [
+        *jobs_of(WORKLOADS["digits"], "eager", baseline=adam, adamw=replace(adamw, lr=1e30), muon=LABELS["muon"]),
+        *jobs_of(unusable, "eager", baseline=adam),
+        *jobs_of(replace(unusable, loss=die), "eager", baseline=adam),
+    ]
+    _, diverged, muon, failed, died = measure_steps(jobs, clock=ONCE, at_once=5)
+    assert "finite" in diverged["error"]
+    assert "step_ms" not in diverged
+    assert muon["ratio"] > 0
+    assert failed["error"] == "broken"
+    assert "code 7" in died["error"]
+
+
+def fail(message, model, batch):
+    raise RuntimeError(message)
+
+
+def die(model, batch):
+    os._exit(7)
+
+
+def test_a_failed_baseline_leaves_times_without_ratios():
+    jobs = jobs_of(WORKLOADS["digits"], "eager", baseline=replace(LABELS["adamw"], lr=1e30), adamw=LABELS["adamw"])
+    failed, adamw = measure_steps(jobs, clock=ONCE)
+    assert "finite" in failed["error"]
+    assert (adamw["ratio"], adamw["memory_ratio"]) == (None, None)
+    assert adamw["step_ms"] > 0
 
 
 def test_compiled_steps_say_so():
     workload = replace(WORKLOADS["digits"], model=partial(Flat, 8), batch_size=4)
-    rows = {row["label"]: row for row in measure_steps(workload, "captured", ["adahessian", "sophia"], clock=ONCE)}
-    assert {label: row.get("step") for label, row in rows.items()} == {
-        BASELINE: "compiled",
-        "adahessian": "compiled",
-        "sophia": "mixed",
-    }
-    assert all(row["warnings"] == [] for row in rows.values())
+    for label, kind in {BASELINE: "compiled", "adahessian": "compiled", "sophia": "mixed"}.items():
+        config = LABELS["sgd" if label == BASELINE else label]
+        assert prepare(Job(workload, "captured", label, config, CPU))[1]["step"] == kind
 
 
 class Flat(nn.Sequential):
@@ -167,7 +184,7 @@ def test_captured_steps_equal_eager_ones(label, monkeypatch):
     # The baseline takes three steps before its capture, which takes none itself.
     for mode, steps in (("eager", 8), ("captured", 5 if label == BASELINE else 8)):
         before, _ = WORKLOADS["lstm"].build(torch.device("cuda"), 0)
-        training = whole_step._start(WORKLOADS["lstm"], mode, label, torch.device("cuda"), 0)
+        training = whole_step.start(Job(WORKLOADS["lstm"], mode, label, LABELS[name], torch.device("cuda")))
         for _ in range(steps):
             training()
         pairs = zip(training.model.parameters(), before.parameters(), strict=True)
@@ -177,7 +194,8 @@ def test_captured_steps_equal_eager_ones(label, monkeypatch):
 
 def test_updates_of_all_optimizers_take_turns():
     rows = {
-        row["label"]: row for row in measure_update(UPDATES[1:], partial(nn.Linear, 64, 64, bias=False), clock=ONCE)
+        row["label"]: row
+        for row in measure_update(UPDATES[1:], partial(nn.Linear, 64, 64, bias=False), clock=ONCE, device=CPU)
     }
     assert tuple(rows) == UPDATES
     assert rows["adamw"]["ratio"] == 1

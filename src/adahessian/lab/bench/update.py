@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 import adahessian
 from adahessian.lab.bench.memory import state_bytes
-from adahessian.lab.bench.whole_step import LABELS, Clock, Row, median_ratio
+from adahessian.lab.bench.whole_step import LABELS, Clock, Row, Timed, median_ratio, seconds
 from adahessian.lab.configs.optimizers import AdaHessian, AdaHessianKron, OptimizerConfig
 from adahessian.lab.models.gpt import GPT
 from adahessian.lab.training.optimizers import build_optimizer
@@ -25,7 +24,7 @@ _NEVER = 10**9
 
 
 def measure_update(
-    labels: Sequence[str], build: Callable[[], nn.Module] = GPT2, *, clock: Clock, seed: int = 0
+    labels: Sequence[str], build: Callable[[], nn.Module] = GPT2, *, clock: Clock, device: torch.device, seed: int = 0
 ) -> Iterator[Row]:
     """Yield the row of AdamW, then one row per optimizer. All of them take turns on the same parameters.
 
@@ -33,21 +32,22 @@ def measure_update(
         labels: Optimizers out of UPDATES. AdamW is measured in any case.
         build: Makes the model whose parameters are updated. Its gradients are noise.
         clock: Measures the time.
+        device: Where the parameters are.
         seed: Seed of the parameters and gradients.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build().to(clock.device)
+        model = build().to(device)
         params = list(model.parameters())
         for param in params:
-            param.grad = torch.randn(param.shape).mul_(0.02).to(clock.device)
+            param.grad = torch.randn(param.shape).mul_(0.02).to(device)
     count = sum(param.numel() for param in params)
     configs = {label: LABELS[label] for label in [UPDATES[0], *labels]}
     started = {label: _start(config, model, seed) for label, config in configs.items()}
-    steps: dict[str, tuple[Callable[[], Any], int]] = {label: (each.step, 1) for label, each in started.items()}
-    for step, _ in steps.values():
-        clock.seconds(step, 2)
-    seconds = clock.in_rounds(steps)
+    timed = {label: Timed(partial(seconds, each.step)) for label, each in started.items()}
+    for each in timed.values():
+        each.seconds(2)
+    times = clock.in_rounds(timed)
     for label, config in configs.items():
         yield {
             "part": "update",
@@ -55,8 +55,8 @@ def measure_update(
             "label": label,
             "optimizer": config.title,
             "config": asdict(config),
-            "step_ms": 1e3 * median(seconds[label]),
-            "ratio": median_ratio(seconds[label], seconds[UPDATES[0]]),
+            "step_ms": 1e3 * median(times[label]),
+            "ratio": median_ratio(times[label], times[UPDATES[0]]),
             "state_bytes_per_parameter": state_bytes(started[label]) / count,
             "parameters": count,
         }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from logging.handlers import BufferingHandler
+from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +22,13 @@ from torch.optim import Optimizer
 from torch.utils.benchmark import timer
 
 from adahessian.base.errors import first_line
-from adahessian.base.log import logger, warn_once
+from adahessian.base.log import logger
 from adahessian.cuda_graphs import CapturedFunction, Memory
 from adahessian.lab.bench.memory import held, peak_mib, state_bytes
 from adahessian.lab.bench.workloads import Batch, LossFn, Workload
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.configs.optimizers import OptimizerConfig
-from adahessian.lab.training.optimizers import build_optimizer
+from adahessian.lab.training.optimizers import build_optimizer, set_precision
 from adahessian.lab.training.steps import make_step
 
 Mode = Literal["eager", "captured"]
@@ -32,11 +36,13 @@ Row: TypeAlias = dict[str, Any]
 
 LR = 1e-6  # so low that training on noise does not diverge
 BASELINE = "baseline"
+# AdaHessianKron refreshes its roots at each of the first measurements, and then at every third one.
+_FIRST, _EVERY_THIRD = 20, 3
 
 
 def _labels() -> dict[str, OptimizerConfig]:
     rounded: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
-    kron = partial(configs.AdaHessianKron, curvature_warmup=0)
+    kron = partial(configs.AdaHessianKron, curvature_warmup=_FIRST)
     return {
         "sgd": configs.SGD(lr=LR, momentum=0.9),
         **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("adam", "adamw", "adagrad", "rmsprop")},
@@ -56,46 +62,70 @@ LABELS = _labels()
 """Optimizers and their settings, by the label of their row."""
 
 
+class Timed(NamedTuple):
+    """Something that takes steps."""
+
+    seconds: Callable[[int], float]
+    """Takes that many steps and returns their time."""
+
+    cycle: int = 1
+    """Number of steps after which the cost of a step repeats."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Measures the time of steps."""
+    """Measures the time of steps in rounds, in which all optimizers take turns."""
 
-    device: torch.device
     rounds: int
     min_seconds: float = 0.2
-    """Shortest time of each step per round."""
+    """Shortest time of each optimizer per round."""
 
-    def seconds(self, step: Callable[[], Any], count: int) -> float:
-        """Return the time of some steps, from an idle device to an idle device."""
-        started = timer()
-        for _ in range(count):
-            step()
-        return timer() - started
-
-    def in_rounds(self, steps: Mapping[str, tuple[Callable[[], Any], int]]) -> dict[str, list[float]]:
-        """Return the seconds per step, one value per round. All steps take turns in every round.
-
-        Args:
-            steps: Steps that are warm, each with the number of calls after which its cost repeats.
-        """
+    def in_rounds(self, timed: Mapping[str, Timed]) -> dict[str, list[float]]:
+        """Return the seconds per step of optimizers that are warm, one value per round."""
         counts = {
-            name: cycle * max(1, math.ceil(self.min_seconds / self.seconds(step, cycle)))
-            for name, (step, cycle) in steps.items()
+            name: each.cycle * max(1, math.ceil(self.min_seconds / each.seconds(each.cycle)))
+            for name, each in timed.items()
         }
-        found: dict[str, list[float]] = {name: [] for name in steps}
+        found: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(self.rounds):
-            for name, (step, _cycle) in steps.items():
-                found[name].append(self.seconds(step, counts[name]) / counts[name])
+            for name, each in timed.items():
+                found[name].append(each.seconds(counts[name]) / counts[name])
         return found
 
 
-def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+def seconds(step: Callable[[], Any], count: int) -> float:
+    """Return the time of some steps, from an idle device to an idle device."""
+    started = timer()
+    for _ in range(count):
+        step()
+    return timer() - started
+
+
+def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
     """Return the median of the ratios within rounds. Whatever slows down a round slows down both sides."""
-    return median(own / other for own, other in zip(seconds, reference, strict=True))
+    return median(own / other for own, other in zip(times, reference, strict=True))
+
+
+class Job(NamedTuple):
+    """An optimizer to measure. Jobs are sent to processes of their own."""
+
+    workload: Workload
+    mode: Mode
+    label: str
+    config: OptimizerConfig
+    device: torch.device
+    seed: int = 0
+
+    @property
+    def cycle(self) -> int:
+        """The number of steps after which the cost of a step repeats."""
+        refreshes = _EVERY_THIRD if isinstance(self.config, configs.AdaHessianKron) else 1
+        every: int = getattr(self.config, "curvature_every", getattr(self.config, "precondition_every", 1))
+        return refreshes * every
 
 
 @dataclass(frozen=True)
-class _Training:
+class Training:
     """A model in training. It keeps alive everything that a CUDA graph knows only by address."""
 
     model: nn.Module
@@ -106,99 +136,145 @@ class _Training:
     """Whether the step is captured, compiled, partly so ("mixed"), or eager."""
 
     def __call__(self) -> Tensor:
+        """Take a step and return its loss."""
         return self.step(self.batch)
 
 
 def measure_steps(
-    workload: Workload, mode: Mode, labels: Sequence[str], *, clock: Clock, warm_only: bool = False, seed: int = 0
+    jobs: Sequence[Job], *, clock: Clock, at_once: int = 1, say: Callable[[str], None] = lambda message: None
 ) -> Iterator[Row]:
-    """Yield the row of the baseline, then one row per optimizer.
+    """Yield one row per job, relative to the baseline of the same workload and mode.
 
-    Each optimizer trains a model of its own, which is freed before the next one starts. Only the baseline stays, and
-    takes turns with each of them. If an optimizer fails, its row has an ``error`` instead of numbers.
+    Every job trains in a process of its own, so that several can compile at the same time. Then all of them wait while
+    one takes its turn. If a job cannot be prepared, its row has an ``error`` instead of numbers.
 
     Args:
-        workload: What to train.
-        mode: How to train it.
-        labels: Keys of LABELS, and BASELINE, which is measured in any case.
+        jobs: What to measure. The BASELINE of a workload and mode comes before its other jobs.
         clock: Measures the time.
-        warm_only: Take two steps with each of ``labels`` to fill the compiler's cache, and measure nothing.
-        seed: Seed of parameters and data.
+        at_once: Number of jobs that are prepared at the same time.
+        say: Called with a message when some jobs are ready.
     """
-    baseline: _Training | None = None
-    baseline_peak: float | None = None
-    if clock.device.type == "cuda" and not warm_only:  # so that one-time allocations are not charged to the baseline
-        _start(workload, "eager", workload.baseline, clock.device, seed)()
-    for label in labels if warm_only else dict.fromkeys([BASELINE, *labels]):
-        config = _config(workload, label)
-        row: Row = {"part": "steps", "mode": mode, "label": label, "optimizer": config.title, "config": asdict(config)}
-        start = partial(_start, workload, mode, label, clock.device, seed)
-        with _warnings() as warnings:
+    baselines: dict[Any, _Process] = {}
+    with ExitStack() as until_the_end:
+        for start in range(0, len(jobs), at_once):
+            with ExitStack() as for_now:
+                processes = []
+                for job in jobs[start : start + at_once]:
+                    stack = until_the_end if job.label == BASELINE else for_now
+                    processes.append(stack.enter_context(_Process(job)))
+                slowest = max(process.wait().get("ready_s", 0.0) for process in processes)
+                say(f"{len(processes)} of {len(jobs)} prepared in {slowest:.0f} s")
+                for kind, group in groupby(processes, key=lambda process: process.job[:2]):
+                    members = [*group]
+                    yield from _rows(members, baselines.setdefault(kind, members[0]), clock)
+
+
+def _rows(members: Sequence[_Process], baseline: _Process, clock: Clock) -> Iterator[Row]:
+    """Let some processes and their baseline take turns, and yield the rows of the former."""
+    turns = [process for process in dict.fromkeys([baseline, *members]) if "error" not in process.wait()]
+    times = clock.in_rounds({process.job.label: Timed(process.seconds, process.job.cycle) for process in turns})
+    for process in members:
+        job, row, reference = process.job, process.wait(), baseline.wait().get("peak_mib")
+        if process in turns:
+            own = times[job.label]
+            row |= {"step_ms": 1e3 * median(own), "round_ms": [1e3 * each for each in own]}
+            row["ratio"] = median_ratio(own, times[BASELINE]) if BASELINE in times else None
+            row["memory_ratio"] = row["peak_mib"] / reference if reference else None
+        yield {
+            "part": "steps",
+            "mode": job.mode,
+            "label": job.label,
+            "optimizer": job.config.title,
+            "config": asdict(job.config),
+            **row,
+        }
+
+
+class _Process:
+    """A process that prepares a job and takes steps when it is told to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._row: Row | None = None
+
+    def __enter__(self) -> _Process:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self.job, there))
+        self._process.start()
+        there.close()  # so that receiving fails if the process dies
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()  # ends a process that waits for its turn
+        self._process.join(0 if self._row is None else 10)
+        self._process.terminate()
+        self._process.join()
+
+    def wait(self) -> Row:
+        """Wait until the job is prepared, and return what is known of its row."""
+        if self._row is None:
             try:
-                if warm_only:
-                    row["seconds"] = clock.seconds(partial(_two_steps, start), 1)
-                else:
-                    training, numbers = _measure(start, interval(config), mode, clock, baseline)
-                    peak = numbers["peak_mib"]
-                    if label == BASELINE:
-                        baseline, baseline_peak, numbers["ratio"] = training, peak, 1.0
-                    del training
-                    row |= numbers | {"memory_ratio": peak / baseline_peak if peak and baseline_peak else None}
-            except Exception as error:  # any error of an optimizer, of the compiler or of the capture
-                row["error"] = first_line(error)
-        yield row | {"warnings": warnings}
-    torch.compiler.reset()
+                self._row = self._connection.recv()
+            except EOFError:
+                self._process.join()
+                self._row = {"error": f"its process died with exit code {self._process.exitcode}"}
+        return self._row
+
+    def seconds(self, count: int) -> float:
+        """Take some steps and return their time."""
+        self._connection.send(count)
+        elapsed: float = self._connection.recv()
+        return elapsed
 
 
-def interval(config: OptimizerConfig) -> int:
-    """Return the number of steps after which the cost of a step repeats."""
-    every: int = getattr(config, "curvature_every", getattr(config, "precondition_every", 1))
-    return every
+def _serve(job: Job, connection: Connection) -> None:
+    """Prepare a job, send what is known of its row, and take steps until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark ends its processes itself
+    began = timer()
+    with _warnings() as warnings, suppress(EOFError, OSError):
+        try:
+            training, row = prepare(job)
+        except Exception as error:  # any error of an optimizer, of the compiler or of the capture
+            connection.send({"error": first_line(error), "warnings": warnings})
+            return
+        connection.send(row | {"ready_s": timer() - began, "warnings": warnings})
+        while True:
+            connection.send(seconds(training, connection.recv()))
 
 
-def _config(workload: Workload, label: str) -> OptimizerConfig:
-    return LABELS[workload.baseline if label == BASELINE else label]
-
-
-def _start(workload: Workload, mode: Mode, label: str, device: torch.device, seed: int) -> _Training:
-    model, batch = workload.build(device, seed)
-    config = _config(workload, label)
-    optimizer = build_optimizer(config, model, seed=seed)
-    if label == BASELINE and mode == "captured" and device.type == "cuda":
-        return _Training(model, batch, optimizer, _one_graph(model, workload.loss, optimizer, batch), "captured")
-    step = make_step(model, workload.loss, optimizer, config, compiled=mode == "captured")
-    return _Training(model, batch, optimizer, step, step.mode)
-
-
-def _two_steps(start: Callable[[], _Training]) -> None:
-    training = start()
-    for _ in range(2):
-        training()
-
-
-def _measure(
-    start: Callable[[], _Training], cycle: int, mode: Mode, clock: Clock, baseline: _Training | None
-) -> tuple[_Training, Row]:
-    before = held(clock.device)
-    training = start()
-    for _ in range(2):  # compiles and captures, then repeats the cycle without that
-        clock.seconds(training, cycle)
-    run_cycle = partial(clock.seconds, training, cycle)
-    peak = peak_mib(run_cycle, before, clock.device, captured=mode == "captured")
-    steps = {"own": (training, cycle)} | ({BASELINE: (baseline, 1)} if baseline else {})
-    seconds = clock.in_rounds(steps)
+def prepare(job: Job) -> tuple[Training, Row]:
+    """Start a training, take steps until their cost repeats, and measure the memory of a cycle."""
+    if job.device.type == "cuda":
+        set_precision("tf32")
+        torch.backends.cudnn.benchmark = True  # as `train` does
+        start(
+            job._replace(label="", mode="eager", config=configs.SGD(lr=LR))
+        )()  # so that one-time allocations do not count
+    before = held(job.device)
+    training = start(job)
+    seconds(training, 2 * job.cycle + getattr(job.config, "curvature_warmup", 0))
+    run_cycle = partial(seconds, training, job.cycle)
+    peak = peak_mib(run_cycle, before, job.device, captured=job.mode == "captured")
     if not math.isfinite(training().item()):
         raise ArithmeticError("The loss is not finite.")
     parameters = sum(param.numel() for param in training.model.parameters())
     return training, {
         "step": training.kind,
-        "step_ms": 1e3 * median(seconds["own"]),
-        "ratio": median_ratio(seconds["own"], seconds[BASELINE]) if baseline else None,
         "peak_mib": peak,
         "state_bytes_per_parameter": state_bytes(training.optimizer) / parameters,
         "parameters": parameters,
-        "round_ms": [1e3 * each for each in seconds["own"]],
     }
+
+
+def start(job: Job) -> Training:
+    """Build the model, the optimizer and the step of a job."""
+    model, batch = job.workload.build(job.device, job.seed)
+    optimizer = build_optimizer(job.config, model, seed=job.seed)
+    if job.label == BASELINE and job.mode == "captured" and job.device.type == "cuda":
+        return Training(model, batch, optimizer, _one_graph(model, job.workload.loss, optimizer, batch), "captured")
+    step = make_step(model, job.workload.loss, optimizer, job.config, compiled=job.mode == "captured")
+    return Training(model, batch, optimizer, step, step.mode)
 
 
 @contextmanager
@@ -207,7 +283,6 @@ def _warnings() -> Iterator[list[str]]:
     found: list[str] = []
     handler = BufferingHandler(1000)
     handler.setLevel(logging.WARNING)
-    warn_once.cache_clear()
     logger.addHandler(handler)
     try:
         yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
@@ -14,7 +15,7 @@ import torch
 import tyro
 
 from adahessian.lab.bench.update import UPDATES, measure_update
-from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, Mode, Row, measure_steps
+from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, Job, Mode, Row, measure_steps
 from adahessian.lab.bench.workloads import WORKLOADS
 from adahessian.lab.configs.checks import at_least
 from adahessian.lab.configs.presets import near
@@ -47,8 +48,8 @@ class Bench:
     rounds: int = 5
     """Turns of each optimizer and the baseline. Medians over rounds count."""
 
-    warm_only: bool = False
-    """Only take two steps with each optimizer, to fill the compiler's cache."""
+    at_once: int = 1
+    """Optimizers to prepare at the same time, as compiling takes minutes."""
 
     output: Path = Path("bench.json")
     """File for the rows. It must not exist."""
@@ -58,23 +59,19 @@ def main(argv: Sequence[str]) -> None:
     """Measure all rows, print them and write them to a file."""
     bench = tyro.cli(Bench, args=argv, prog="adahessian bench")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":  # as `train` does, by default
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
     rows: list[Row] = []
     content = {"schema": 2, "device": device.type, "precision": "tf32", "rounds": bench.rounds, "rows": rows}
     for row in _rows(bench, device):
-        if not rows and not bench.warm_only:
+        if not rows:
             print(_HEADER)
         print(_line(row), flush=True)
         rows.append(row)
-        if not bench.warm_only:
-            write_json(bench.output, content | {"provenance": [provenance(0)]})
+        write_json(bench.output, content | {"provenance": [provenance(0)]})
 
 
 def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
-    at_least(1, rounds=bench.rounds)
-    if bench.output.exists() and not bench.warm_only:
+    at_least(1, rounds=bench.rounds, at_once=bench.at_once)
+    if bench.output.exists():
         raise RunExistsError(f"{bench.output} already exists. Pass another --output, or delete the file.")
     for name in bench.workloads:
         if name not in WORKLOADS:
@@ -86,22 +83,30 @@ def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
         if not matching(labels, pattern):
             raise ConfigError(f"There is no optimizer {near(pattern, labels)}")
     labels = [label for label in labels if any(fnmatchcase(label, pattern) for pattern in bench.optimizers)]
-    clock = Clock(device=device, rounds=bench.rounds)
+    clock = Clock(rounds=bench.rounds)
     modes = bench.modes or ("captured" if device.type == "cuda" else "eager",)
-    for name, mode in product(bench.workloads, modes) if "steps" in bench.parts else ():
-        for row in measure_steps(WORKLOADS[name], mode, labels, clock=clock, warm_only=bench.warm_only):
+    if "steps" in bench.parts:
+        names, jobs = [], []
+        for name, mode in product(bench.workloads, modes):
+            for label in dict.fromkeys([BASELINE, *labels]):
+                config = LABELS[WORKLOADS[name].baseline if label == BASELINE else label]
+                names.append(name)
+                jobs.append(Job(WORKLOADS[name], mode, label, config, device))
+        for name, row in zip(names, measure_steps(jobs, clock=clock, at_once=bench.at_once, say=_say), strict=True):
             yield {"workload": name, **row}
-    if "update" in bench.parts and not bench.warm_only:
-        for row in measure_update([label for label in UPDATES if label in labels], clock=clock):
+    if "update" in bench.parts:
+        for row in measure_update([label for label in UPDATES if label in labels], clock=clock, device=device):
             yield {"workload": "gpt2-124m", **row}
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _line(row: Row) -> str:
     name = f"{row['workload']:10} {row['mode'] if row['part'] == 'steps' else 'update':9} {row['label']:26}"
     if "error" in row:
         return f"{name} failed: {row['error']}"
-    if "seconds" in row:
-        return f"{name} ready after {row['seconds']:.0f} s"
     numbers = [f"{row['step_ms']:9.3f}", f"{row['state_bytes_per_parameter']:8.2f}"]
     for key, layout, width in (("ratio", ".3f", 8), ("peak_mib", ".0f", 9), ("memory_ratio", ".2f", 7)):
         numbers.append(f"{row[key]:{width}{layout}}" if row.get(key) else " " * width)
