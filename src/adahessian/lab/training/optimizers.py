@@ -98,3 +98,8 @@ def _embeddings_and_output(model: nn.Module) -> set[Tensor]:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     modules += [module for module in linears[-1:] if module not in repeated]
     return {param for module in modules for param in module.parameters()}
+
+
+def set_precision(precision: str) -> None:
+    """Let a GPU round the operands of float32 products to tf32, or not."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"

@@ -24,7 +24,7 @@ from adahessian.lab.training.checkpoint import load_checkpoint, save_checkpoint
 from adahessian.lab.training.distributed import rank, world_size
 from adahessian.lab.training.final_weights import FinalWeights
 from adahessian.lab.training.identity import changed, effective_precision, identity
-from adahessian.lab.training.optimizers import build_optimizer
+from adahessian.lab.training.optimizers import build_optimizer, set_precision
 from adahessian.lab.training.progress import Progress
 from adahessian.lab.training.provenance import provenance
 from adahessian.lab.training.schedules import Schedule
@@ -80,7 +80,7 @@ class Trainer:
         self.total_steps = config.steps or config.epochs * self.steps_per_epoch
         self.eval_every = config.eval_every or self.steps_per_epoch
         if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision != "float32"
+            set_precision(self.precision)
             torch.backends.cudnn.benchmark = True  # shapes repeat, so trying all algorithms once pays off
             torch.cuda.reset_peak_memory_stats(device)
         self.model = self.task.build_model()
@@ -135,7 +135,8 @@ class Trainer:
                 is_stopping = state.step == self.stop_at or self._any_rank(self.stop_requested())
                 if is_evaluated:
                     self._evaluate()
-                if is_evaluated or is_stopping or self._any_rank(self._is_checkpoint_due()):
+                is_checkpoint_due = time.perf_counter() - self.last_save > 60 * self.session.checkpoint_minutes
+                if is_evaluated or is_stopping or self._any_rank(is_checkpoint_due):
                     self._save()
                 if self.is_over:
                     break
@@ -262,9 +263,6 @@ class Trainer:
         self.loss_sum = own["loss_sum"].to(self.device)
         self.state = _State(**saved["state"])
         self.state.exclusive = self.state.exclusive and self.session.exclusive
-
-    def _is_checkpoint_due(self) -> bool:
-        return time.perf_counter() - self.last_save > 60 * self.session.checkpoint_minutes
 
     def _any_rank(self, flag: bool) -> bool:
         if world_size() == 1:
