@@ -50,10 +50,8 @@ def build_optimizer(
         return Muon(_muon_groups(model, config), options)
     build: Callable[..., Optimizer]
     if isinstance(config, (configs.SOAP, configs.Sophia)):
-        try:
-            import pytorch_optimizer as peers
-        except ImportError as error:
-            raise ConfigError('SOAP and Sophia need pytorch_optimizer. Run: pip install "adahessian[peers]"') from error
+        import pytorch_optimizer as peers  # an extra
+
         build = peers.SOAP if isinstance(config, configs.SOAP) else peers.SophiaH
         options = {_PEER_OPTIONS.get(name, name): value for name, value in options.items()}
     else:
