@@ -365,6 +365,33 @@ def test_compiled_arithmetic_is_the_uncompiled_one_at_any_learning_rate(case, qu
     torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
 
 
+def test_a_captured_update_reads_new_learning_rates_and_is_captured_once_per_address(quick_compiler):
+    """The capture here calls the function again, as a graph replays the same kernels on the same memory."""
+    captured = []
+
+    def capture(update):
+        captured.append(update)
+        return update
+
+    models = [MLP.model(torch.float32) for _ in range(2)]
+    for model, how in zip(models, [(False, None), (True, capture)], strict=True):
+        optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+        curvature = Curvature(model, MLP.loss, optimizer)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            if step == 5:
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            curvature.measure(MLP.batch(torch.float32))
+            optimizer.zero_grad(set_to_none=False)
+            MLP.loss(model, MLP.batch(torch.float32)).backward()
+            with updates_compiled(*how):
+                optimizer.step()
+    torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
+    assert len(captured) == 1
+
+
 def test_arithmetic_that_does_not_compile_runs_uncompiled(monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise torch._dynamo.exc.TorchDynamoException("no compiler")

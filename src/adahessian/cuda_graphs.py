@@ -36,15 +36,21 @@ class CapturedFunction(Generic[Result]):
     """A function captured as a CUDA graph, which reads and writes existing tensors at their addresses.
 
     The function runs three times before the capture. Rehearsals and capture leave the model's buffers and all random
-    states unchanged. Replaying another graph that shares the memory may overwrite this graph's result.
+    states unchanged. A function that changes anything else must have run before, and is captured without rehearsals.
+    Replaying another graph that shares the memory may overwrite this graph's result.
 
     Raise CannotCapture if the function fails, synchronizes with the device, draws random numbers on the host or
     replaces buffers of the model.
     """
 
-    def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory) -> None:
+    is_random = False
+
+    def __init__(
+        self, function: Callable[[], Result], model: nn.Module, memory: Memory, *, rehearses: bool = True
+    ) -> None:
         with autocast_cache_disabled():
-            self._rehearse(function, model, memory.stream)
+            if rehearses:
+                self._rehearse(function, model, memory.stream)
             self._graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream()
             try:

@@ -36,7 +36,7 @@ class TrainingStep:
     """A whole training step in one call: gradient, curvature when it is due, and update.
 
     Derivatives are compiled if the model is large enough. On a GPU, CUDA graphs replay them, which removes the overhead
-    of Python and of launches, and the arithmetic of AdaHessianKron is compiled, too. The update stays an ordinary
+    of Python and of launches, and they replay the arithmetic of AdaHessianKron, too. The update stays an ordinary
     ``optimizer.step()``, so schedules, hooks, evaluation and checkpoints work as in any loop. Batches of another shape
     run uncaptured unless that shape is frequent.
 
@@ -136,6 +136,7 @@ class TrainingStep:
             for param, gradient in zip(params, gradients, strict=True):
                 if param.grad is not gradient:
                     param.grad = gradient
+        with updates_compiled(self._compiles and self._captures, self._capture_update if found else None):
             self._optimizer.step()
         return loss.clone()  # a copy, because the next step overwrites a captured loss
 
@@ -176,6 +177,16 @@ class TrainingStep:
                 self._graphs[kind], self._memory = None, Memory()
                 logger.warning("The step is not captured for batches of this kind: %s", reason)
                 return None
+
+    def _capture_update(self, update: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture an update that has run before, and return its replay, or the update itself if that fails."""
+        try:
+            with torch.cuda.device(self._device):
+                return CapturedFunction(update, self._model, self._memory, rehearses=False).replay
+        except CannotCapture as reason:
+            logger.warning("The update is not captured: %s", reason)
+            self._memory = Memory()  # PyTorch may have lost track of its pool
+            return update
 
     def _has_moved(self) -> bool:
         """Return whether modules, parameters or buffers were replaced or moved. Graphs know only their addresses.

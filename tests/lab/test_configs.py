@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -6,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from adahessian.lab.commands.train import parse_runs
 from adahessian.lab.configs import PRESETS, find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS, SGD, AdaHessian, AdaHessianKron, AdamW
-from adahessian.lab.configs.run import difference, label, options_of
-from adahessian.lab.configs.schedule import ScheduleConfig
+from adahessian.lab.configs.run import ScheduleConfig, difference, label, options_of
 from adahessian.lab.errors import ConfigError
 
 GOLDENS = json.loads(Path(__file__).with_name("goldens.json").read_text())
@@ -40,6 +41,17 @@ def test_a_preset_is_complete(name):
         assert len(names) == len({*names})
         assert options_of(config).keys() == {*names}
         assert config.task.default_holdout == 0 or "holdout" in names
+
+
+@pytest.mark.parametrize("optimizer", ["adahessian-kron", "sgd"])
+def test_every_option_has_help(optimizer, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        parse_runs(["digits", optimizer, "--help"], "adahessian train")
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for option in options_of(find_preset("digits").config(optimizer)):
+        found = re.findall(rf" --{option.replace('_', '-')}[ ,].*?(.) \(default: ", printed)
+        assert found == ["."], option
 
 
 # The goldens hold the settings that tasks had before they were rewritten, and the options that made them small.

@@ -1,7 +1,8 @@
 import hashlib
 import shutil
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,23 +14,19 @@ from adahessian.lab.errors import DataError
 
 
 @pytest.fixture
-def server():
-    """A server with files, which counts requests."""
+def server(tmp_path_factory):
+    """A server with a folder, which counts requests."""
+    folder = tmp_path_factory.mktemp("server")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
+    class Handler(SimpleHTTPRequestHandler):
+        def copyfile(self, source, output):
+            output.write(source.read()[: server.breaks_after])
+
+        def log_request(self, *_):
             server.requests.append(self.path)
-            content = server.files.get(self.path)
-            self.send_response(404 if content is None else 200)
-            self.send_header("Content-Length", str(len(content or b"")))
-            self.end_headers()
-            self.wfile.write((content or b"")[: server.breaks_after])
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.files, server.requests, server.breaks_after = {}, [], None
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        server.folder, server.requests, server.breaks_after = folder, [], None
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -42,7 +39,7 @@ def run(server, monkeypatch, tmp_path):
     """A function that publishes a file as the data of a task, runs the command, and returns the files."""
 
     def run(name, content, **details):
-        server.files[f"/{name}"] = content
+        (server.folder / name).write_bytes(content)
         url = f"http://127.0.0.1:{server.server_address[1]}/{name}"
         details = {"url": url, "md5": hashlib.md5(content).hexdigest(), **details}
         monkeypatch.setattr(fetch, "downloads_of", lambda task: (Download(**details),))

@@ -11,12 +11,7 @@ MNLI_HEADER = "index\tpromptID\tpairID\tgenre\tp1\tp2\tp3\tp4\tsentence1\tsenten
 PUBLISHED = {
     "rte": ("index\tsentence1\tsentence2\tlabel", "0\tA b.\tC d.\tnot_entailment", ("A b.", "C d."), 1),
     "mrpc": ("\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", '1\t70\t71\tHe " no\t"Y"', ('He " no', '"Y"'), 1),
-    "stsb": (
-        "genre\tfilename\tsentence1\tsentence2\tscore",
-        "cap\tvid\tA man.\tA cat.\t3.8",
-        ("A man.", "A cat."),
-        3.8,
-    ),
+    "stsb": ("genre\tsentence1\tsentence2\tscore", "cap\tA man.\tA cat.\t3.8", ("A man.", "A cat."), 3.8),
     "sst2": ("sentence\tlabel", "odd\u2028line \x0c \x85 \t0", ("odd\u2028line \x0c \x85 ",), 0),
     "qnli": ("index\tquestion\tsentence\tlabel", "0\tWho?\tHe.\tentailment", ("Who?", "He."), 0),
     "qqp": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "1\t2\t3\tWhy?\tHow?\t0", ("Why?", "How?"), 0),
@@ -42,7 +37,7 @@ def test_the_published_format_can_be_read(tmp_path, dataset, end, last):
 @pytest.mark.parametrize(
     ("dataset", "text", "place"),
     [
-        ("sst2", "", "line 1"),
+        ("sst2", "", "train.tsv"),
         ("sst2", "sentence\tlabel\n", "train.tsv"),
         ("sst2", "index\tsentence\n0\tgood\n", "line 1"),
         ("sst2", "sentence\tlabel\ngood\t1\nba", "line 3"),

@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,11 @@ CENTER = partial(center_view, 16, 16)
 @pytest.fixture
 def folder(tmp_path):
     """Two classes, with all kinds of images that ImageNet has: gray, CMYK, and PNG with the suffix of JPEG."""
-    for part, count in (("train", 4), ("val", 2)):
-        for number, name in enumerate(("n02", "n01")):
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(count):
-                file = tmp_path / part / name / f"{name}_{i}.{('JPEG', 'jpg', 'png', 'JPEG')[i]}"
-                picture(10 * number + i, mode="L" if i == 1 else "RGB").save(file)
+    for number, (part, name) in enumerate(product(("train", "val"), ("n02", "n01"))):
+        (tmp_path / part / name).mkdir(parents=True)
+        for i, suffix in enumerate(("JPEG", "jpg", "png", "JPEG")[: 4 if part == "train" else 2]):
+            image = picture(10 * number + i, mode="L" if i == 1 else "RGB")
+            image.save(tmp_path / part / name / f"{name}_{i}.{suffix}")
     picture(98, mode="CMYK").save(tmp_path / "train" / "n01" / "n01_0.JPEG")
     picture(99).save(tmp_path / "train" / "n01" / "n01_3.JPEG", format="PNG")
     (tmp_path / "train" / "n01" / "notes.txt").write_text("not an image")
@@ -57,13 +57,11 @@ def test_random_views_are_a_function_of_seed_epoch_and_index(folder):
     def views(workers=0, seed=1, epoch=2, order=(4, 2, 0)):
         streamed = stream(list_image_folder(folder)[0], partial(random_view, 12, seed), workers=workers)
         ((images, _),) = streamed.take([torch.tensor(order)], epoch)
-        return dict(zip(order, images, strict=True))
+        return images
 
-    expected = views()
-    for other in (views(workers=2), views(order=(0, 4, 2))):
-        assert all(torch.equal(other[index], expected[index]) for index in expected)
+    assert torch.equal(views(workers=2, order=(0, 4, 2)), views()[[2, 0, 1]])
     for other in (views(seed=2), views(epoch=3)):
-        assert not any(torch.equal(other[index], expected[index]) for index in expected)
+        assert (other != views()).flatten(1).any(1).all()
 
 
 def test_views_are_parts_of_the_image():
@@ -126,7 +124,7 @@ def test_the_folder_has_another_layout(folder, renamed, to):
 
 
 def test_a_class_has_no_images(folder):
-    (folder / "val" / "n02" / "n02_0.JPEG").rename(folder / "val" / "n02" / "n02_0.gif")
-    (folder / "val" / "n02" / "n02_1.jpg").unlink()
+    for file in (folder / "val" / "n02").iterdir():
+        file.rename(file.with_suffix(".gif"))
     with pytest.raises(DataError, match="n02"):
         list_image_folder(folder)

@@ -24,8 +24,8 @@ def folder(tmp_path):
 def test_long_pairs_are_left_out_of_training_only(folder):
     task = load("multi30k-de-en", folder, max_sentence=8)
     assert task.training.source.lengths.max() <= 8
-    assert len(task.training.source) < 60
-    assert (len(task.validation.source), len(task.references)) == (8, 8)
+    assert len(task.training.source.lengths) < 60
+    assert (len(task.validation.source.lengths), len(task.references)) == (8, 8)
     assert task.test.source.lengths.max() > 8
     with pytest.raises(ConfigError, match="--max-sentence 1 "):
         load("multi30k-de-en", folder, max_sentence=1)

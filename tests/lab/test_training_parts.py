@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from adahessian.lab.configs import optimizers as configs
-from adahessian.lab.configs.schedule import ScheduleConfig
+from adahessian.lab.configs.run import ScheduleConfig
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.training import provenance
 from adahessian.lab.training.interrupts import Interrupts

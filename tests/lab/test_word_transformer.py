@@ -2,13 +2,12 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
-from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
+from adahessian.lab.models import word_transformer as networks
 
 SEGMENT, WIDTH, RANK, WORDS = 5, 8, 3, 11
 ATTENTIONS = {
-    "tensorized": lambda: MultiLinearAttention(SEGMENT, WIDTH, RANK),
-    "ordinary": lambda: SoftmaxAttention(SEGMENT, WIDTH, RANK, 2),
+    "tensorized": lambda: networks.MultiLinearAttention(SEGMENT, WIDTH, RANK),
+    "ordinary": lambda: networks.SoftmaxAttention(SEGMENT, WIDTH, RANK, 2),
 }
 
 
@@ -20,7 +19,7 @@ def in_float64(module):
 
 
 def test_multi_linear_attention_is_its_definition():
-    attention = in_float64(MultiLinearAttention(SEGMENT, WIDTH, RANK))
+    attention = in_float64(networks.MultiLinearAttention(SEGMENT, WIDTH, RANK))
     x = torch.randn(2, SEGMENT, WIDTH, dtype=torch.float64)
     query, key, value = attention.qkv(x).chunk(3, -1)
     places = attention.positions()
@@ -36,8 +35,8 @@ def test_multi_linear_attention_is_its_definition():
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_outputs_are_log_probabilities_and_causal(attention):
     sizes = {"layers": 2, "width": WIDTH, "feed_forward": 13, "vocabulary": WORDS, "dropout": 0.3}
-    softmax = FullSoftmax(WIDTH, WORDS)
-    model = in_float64(WordTransformer(**sizes, make_attention=ATTENTIONS[attention], softmax=softmax)).eval()
+    parts = {"make_attention": ATTENTIONS[attention], "softmax": networks.FullSoftmax(WIDTH, WORDS)}
+    model = in_float64(networks.WordTransformer(**sizes, **parts)).eval()
     assert model.words.weight is model.softmax.weight
     words = torch.randint(WORDS, (3, SEGMENT))
     each = torch.stack([model(words, torch.full_like(words, word))[0] for word in range(WORDS)])
@@ -53,7 +52,7 @@ def test_outputs_are_log_probabilities_and_causal(attention):
 
 
 def test_the_adaptive_softmax_is_that_of_torch():
-    softmax = in_float64(AdaptiveSoftmax(64, 40, [10, 15, 30]))
+    softmax = in_float64(networks.AdaptiveSoftmax(64, 40, [10, 15, 30]))
     x = torch.randn(3, 40, 64, dtype=torch.float64)
     targets = torch.stack([torch.randperm(40) for _ in range(3)])
     log_prob, over_words = softmax(x, targets)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-
-# Images ---------------------------------------------------------------------------------------------------------------
 
 
 def write_cifar10(folder: Path) -> None:
@@ -53,8 +52,6 @@ def picture(seed: int, size: tuple[int, int] = (20, 16), mode: str = "RGB") -> I
     return Image.fromarray(pixels).convert(mode)
 
 
-# Translation ----------------------------------------------------------------------------------------------------------
-
 GERMAN = ("ein", "zwei", "drei", "vier", "fünf", "sechs")
 
 
@@ -84,24 +81,15 @@ def german_sentences(count: int, seed: int) -> list[list[str]]:
     ]
 
 
-# Language modelling ---------------------------------------------------------------------------------------------------
-
-
-def write_ptb(folder: Path) -> None:
-    """A file for each part, with a sentence a line."""
-    _write_words(folder, "ptb.{}.txt")
-
-
-def write_wikitext(folder: Path) -> None:
-    """The same text under the names of WikiText."""
-    _write_words(folder, "wiki.{}.tokens")
-
-
 def _write_words(folder: Path, name: str) -> None:
+    """A file for each part, with a sentence per line."""
     drawn = random.Random(0)
     for part, lines in (("train", 60), ("valid", 10), ("test", 10)):
         text = [" ".join(drawn.choices(["the", "cat", "sat", "<unk>", "N", "mat"], k=8)) for _ in range(lines)]
         (folder / name.format(part)).write_text("".join(f" {line} \n" for line in text))
+
+
+write_ptb = partial(_write_words, name="ptb.{}.txt")
 
 
 def write_wikitext103(folder: Path) -> None:
@@ -119,8 +107,6 @@ def write_novels(folder: Path) -> None:
         (folder / f"{part}.txt").write_text("".join(f"{line}.\n" for line in text))
 
 
-# Sentence classification ----------------------------------------------------------------------------------------------
-
 GLUE_WORDS = ("a", "b", "c", "d", "e", "f", "g", "h", "good", "bad", "fine", "poor")
 
 
@@ -132,40 +118,26 @@ def write_sst2(folder: Path) -> None:
     write_glue_files(folder, "SST-2", "sentence\tlabel", rows)
 
 
-def write_rte(folder: Path) -> None:
-    """RTE, and a SqueezeBERT."""
-    _write_alike(folder, "RTE", "index\tsentence1\tsentence2\tlabel", "{i}\ta good {i}\tb bad\tentailment")
+def _write_alike(form: str, header: str, row: str, dev: Sequence[str], folder: Path) -> None:
+    """A data set with rows that are almost the same, and a SqueezeBERT."""
+    write_checkpoint(folder / "small", squeeze=True)
+    write_glue_files(folder, form, header, [row.format(i=i, odd=i % 2) for i in range(24)], dev)
 
 
-def write_mrpc(folder: Path) -> None:
-    """MRPC, and a SqueezeBERT."""
-    _write_alike(folder, "MRPC", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{odd}\t0\t0\ta good\tb bad")
+_PAIR, _DEV = "sentence1\tsentence2", ("dev",)
+_ALIKE = {
+    "glue-rte": ("RTE", f"index\t{_PAIR}\tlabel", "{i}\ta good {i}\tb bad\tentailment", _DEV),
+    "glue-mrpc": ("MRPC", "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", "{odd}\t0\t0\ta good\tb bad", _DEV),
+    "glue-stsb": ("STS-B", f"{_PAIR}\tscore", "a good\tb bad\t{odd}.5", _DEV),
+    "glue-qnli": ("QNLI", "index\tquestion\tsentence\tlabel", "{i}\ta good\tb bad\tnot_entailment", _DEV),
+    "glue-qqp": ("QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "{i}\t1\t2\ta good\tb\t{odd}", _DEV),
+    "glue-mnli": ("MNLI", f"{_PAIR}\tgold_label", "a good\tb bad\tneutral", ("dev_matched", "dev_mismatched")),
+}
 
 
 def write_stsb(folder: Path) -> None:
     """STS-B, and a SqueezeBERT."""
-    _write_alike(folder, "STS-B", "sentence1\tsentence2\tscore", "a good\tb bad\t{odd}.5")
-
-
-def write_qnli(folder: Path) -> None:
-    """QNLI, and a SqueezeBERT."""
-    _write_alike(folder, "QNLI", "index\tquestion\tsentence\tlabel", "{i}\ta good\tb bad\tnot_entailment")
-
-
-def write_qqp(folder: Path) -> None:
-    """QQP, and a SqueezeBERT."""
-    _write_alike(folder, "QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "{i}\t1\t2\ta good\tb\t{odd}")
-
-
-def write_mnli(folder: Path) -> None:
-    """MNLI with its two development sets, and a SqueezeBERT."""
-    header, row = "sentence1\tsentence2\tgold_label", "a good\tb bad\tneutral"
-    _write_alike(folder, "MNLI", header, row, dev=("dev_matched", "dev_mismatched"))
-
-
-def _write_alike(folder: Path, form: str, header: str, row: str, dev: Sequence[str] = ("dev",)) -> None:
-    write_checkpoint(folder / "small", squeeze=True)
-    write_glue_files(folder, form, header, [row.format(i=i, odd=i % 2) for i in range(24)], dev)
+    _write_alike(*_ALIKE["glue-stsb"], folder)
 
 
 def write_glue_files(folder: Path, form: str, header: str, rows: Sequence[str], dev: Sequence[str] = ("dev",)) -> None:
@@ -183,27 +155,16 @@ def write_checkpoint(folder: Path, *, squeeze: bool = False) -> None:
 
     folder.mkdir(exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *GLUE_WORDS]))
-    sizes = {
-        "vocab_size": 20,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 32,
-    }
+    config_type, model_type = (SqueezeBertConfig, SqueezeBertModel) if squeeze else (BertConfig, BertModel)
+    sizes = {"vocab_size": 20, "hidden_size": 8, "embedding_size": 8, "intermediate_size": 16}
+    config = config_type(**sizes, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        if squeeze:
-            encoder = SqueezeBertModel(SqueezeBertConfig(**sizes, embedding_size=8))
-        else:
-            encoder = BertModel(BertConfig(**sizes))
+        encoder = model_type(config)
         for param in encoder.parameters():
             torch.nn.init.normal_(param, std=0.5)
-    encoder.config.save_pretrained(folder)
+    config.save_pretrained(folder)
     save_file({name: weight.half() for name, weight in encoder.state_dict().items()}, folder / "model.fp16.safetensors")
-
-
-# Recommendation -------------------------------------------------------------------------------------------------------
 
 
 def write_criteo(folder: Path) -> None:
@@ -221,31 +182,17 @@ def criteo_row(number: int) -> str:
 
 # For each task what writes its data, if that does not come with a package.
 WRITERS: dict[str, Callable[[Path], None] | None] = {
-    "digits": None,
-    "digits-mlp": None,
-    "pinn-poisson-1d": None,
-    "pinn-poisson-2d": None,
-    "cifar10-resnet20": write_cifar10,
-    "cifar10-resnet32": write_cifar10,
-    "image-folder-resnet18": write_image_folder,
-    "imagenet-resnet18": write_image_folder,
-    "multi30k-de-en": write_multi30k,
-    "iwslt14-de-en": write_multi30k,
-    "wmt14-en-de": write_multi30k,
+    **dict.fromkeys(("digits", "digits-mlp", "pinn-poisson-1d", "pinn-poisson-2d")),
+    **dict.fromkeys(("cifar10-resnet20", "cifar10-resnet32"), write_cifar10),
+    **dict.fromkeys(("image-folder-resnet18", "imagenet-resnet18"), write_image_folder),
+    **dict.fromkeys(("multi30k-de-en", "iwslt14-de-en", "wmt14-en-de"), write_multi30k),
     "tatoeba-de-en": write_tatoeba,
-    "ptb-tensorized": write_ptb,
-    "ptb-transformer": write_ptb,
-    "wikitext2-tensorized": write_wikitext,
+    **dict.fromkeys(("ptb-tensorized", "ptb-transformer"), write_ptb),
+    "wikitext2-tensorized": partial(_write_words, name="wiki.{}.tokens"),
     "wikitext103-tensorized": write_wikitext103,
-    "gpt-chars": write_novels,
-    "gpt-novels": write_novels,
-    "glue-sst2": write_sst2,
-    "minilm-sst2": write_sst2,
-    "glue-rte": write_rte,
-    "glue-mrpc": write_mrpc,
+    **dict.fromkeys(("gpt-chars", "gpt-novels"), write_novels),
+    **dict.fromkeys(("glue-sst2", "minilm-sst2"), write_sst2),
+    **{name: partial(_write_alike, *details) for name, details in _ALIKE.items()},
     "glue-stsb": write_stsb,
-    "glue-qnli": write_qnli,
-    "glue-qqp": write_qqp,
-    "glue-mnli": write_mnli,
     "criteo-dlrm": write_criteo,
 }

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -60,7 +60,8 @@ class Cut:
     block_size: int
     part: Part = None
 
-    @cached_property
+    # Not cached, because the compiler cannot trace a cached property of Python 3.11.
+    @property
     def size(self) -> int:
         """The size of a block."""
         return math.ceil(self.length / max(math.ceil(self.length / self.block_size), 1))
@@ -70,12 +71,12 @@ class Cut:
         """The number of rows on this rank."""
         return self.length if self.part is None else self.part[1]
 
-    @cached_property
+    @property
     def front(self) -> int:
         """The number of rows of the first block that are on other ranks."""
         return self.part[0] % self.size if self.part and self.here else 0
 
-    @cached_property
+    @property
     def blocks(self) -> int:
         """The number of blocks on this rank."""
         return math.ceil((self.front + self.here) / self.size)

@@ -7,11 +7,11 @@ replaced.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from types import FunctionType
 from typing import Any
 
@@ -41,22 +41,27 @@ _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
 # Roots cost more than the rest of a measurement. After this many measurements, one more hardly changes the factors.
 _ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
-_COMPILES: ContextVar[bool] = ContextVar("compiles", default=False)
 
 Places = tuple[int, ...]
 States = Mapping[Tensor, State]
 Measurement = dict[Tensor, Estimate]
 Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+
+_COMPILED: ContextVar[tuple[bool, Capture | None]] = ContextVar("compiled", default=(False, None))
 
 
 @contextmanager
-def updates_compiled(enabled: bool) -> Iterator[None]:
-    """Compile the arithmetic of curvature that rotates, which has many small kernels, inside of the context."""
-    token = _COMPILES.set(enabled)
+def updates_compiled(enabled: bool, capture: Capture | None = None) -> Iterator[None]:
+    """Compile the arithmetic of curvature that rotates, which has many small kernels, inside of the context.
+
+    ``capture`` captures a function that reads and writes the same memory at each call, and returns its replay.
+    """
+    token = _COMPILED.set((enabled, capture))
     try:
         yield
     finally:
-        _COMPILES.reset(token)
+        _COMPILED.reset(token)
 
 
 class Bucket:
@@ -81,6 +86,8 @@ class Bucket:
         self.kernels = FusedTensors(self.here, self.shapes, positions, signed=group["signed"]) if is_fused else None
         self._counts: dict[str, Tensor] = {}
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._number, self._lr = (self.here[0].new_zeros(shape, dtype=torch.float32) for shape in (len(params), ()))
+        self._replays: dict[Hashable, Callable[[], Any] | None] = {}
         self._find_states(state)
 
     def _find_states(self, state: States) -> None:
@@ -221,7 +228,7 @@ class Bucket:
         if self.is_sharded:
             grads = list(map(local, grads))
         if self.families is not None:
-            self._run(take_rotated_steps, self.here, grads, self._exp_avgs, self._stored, number, group)
+            self._take_rotated_steps(grads, number)
             return
         lr, beta1 = group["lr"], float(group["betas"][0])
         if isinstance(lr, Tensor):
@@ -245,17 +252,36 @@ class Bucket:
         rows = [[*map(shape.view, each), shape.denominator(stored, power, eps)] for shape, stored, *each in members]
         take_step(*map(list, zip(*rows, strict=True)), **scales)
 
+    def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
+        """Take the step with this number, compiled and captured if enabled and possible."""
+        tensors, group = (self.here, grads, self._exp_avgs, self._stored), self.group
+        is_compiled, capture = _COMPILED.get()
+        if self._gather is not None or not is_compiled:
+            take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
+            return
+        # Compilers and graphs take numbers for constants. Filling a tensor does not synchronize, but copying one does.
+        for place, value in ((self._number, number), (self._lr, group["lr"])):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                place.copy_(value.squeeze())
+            else:
+                place.fill_(value.item() if isinstance(value, Tensor) else value)
+        constants = {"betas": tuple(group["betas"]), **{name: group[name] for name in ("weight_decay", "maximize")}}
+        options = {**constants, "lr": self._lr, "capturable": True}
+        take = partial(self._run, take_rotated_steps, *tensors, self._number, options)
+        addresses = [each.data_ptr() for each in chain(*tensors[:3], *self._stored)]
+        key = (capture, *constants.values(), *addresses)
+        if capture is None or key not in self._replays:  # the first call compiles
+            take()
+            if capture is not None and len(self._replays) < _MOST_SELECTIONS:
+                self._replays[key] = None
+        else:
+            self._replays[key] = replay = self._replays[key] or capture(take)
+            replay()
+
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
-        if self._gather is not None or not _COMPILES.get():
-            options = {"gather": self._gather} if function is take_rotated_steps else {}
-            return function(self.families, *args, **options)
-        if function is take_rotated_steps:
-            # The compiler takes numbers for constants.
-            *tensors, number, group = args
-            numbers = torch.as_tensor(number, dtype=torch.float32, device=self.here[0].device).expand(len(self.here))
-            lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=numbers.device).squeeze()
-            args = (*tensors, numbers, {**group, "lr": lr, "capturable": True, "params": None})
+        if self._gather is not None or not _COMPILED.get()[0]:
+            return function(self.families, *args)
         if function not in self._compiled:
             # The compiler counts versions of a function per code object, so each bucket needs its own.
             own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)

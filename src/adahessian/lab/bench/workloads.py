@@ -68,7 +68,7 @@ WORKLOADS: dict[str, Workload] = {
     "digits": Workload(baseline="sgd", model=partial(ResNet, 8), batch=partial(_images, 8), batch_size=64),
     "resnet20": Workload(baseline="sgd", model=partial(ResNet, 20), batch=partial(_images, 32), batch_size=256),
     "gpt": Workload(
-        baseline="adamw", model=partial(GPT, 6, 512, 8, 8192, 256), batch=partial(_tokens, 8192, 256), batch_size=16
+        baseline="adamw", model=partial(GPT, 6, 512, 8, 8192, 256), batch=partial(_tokens, 8192, 256), batch_size=32
     ),
     "gpt2-124m": Workload(
         baseline="adamw",

@@ -1,33 +1,68 @@
-"""Checks of option values. Messages name the option as it is typed."""
+"""Valid values of options, as types. Messages name the option as it is typed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from adahessian.lab.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Range:
+    """The valid values of an option: in words, and as a test that infinity and NaN fail."""
+
+    wanted: str
+    has: Callable[[float], bool]
+
+    def check(self, **values: Any) -> None:
+        """Reject values outside of the range, also in tuples and in lists from run files. None passes."""
+        for name, value in values.items():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if each is not None and not self.has(each):
+                    raise ConfigError(f"--{name.replace('_', '-')} {each} is invalid. Pass {self.wanted}.")
+
+
+def minimum(least: float) -> Range:
+    """Return the range of finite numbers from ``least``."""
+    return Range(f"{least} or more", lambda value: least <= value < math.inf)
+
+
 def at_least(least: float, **values: float | None) -> None:
     """Reject values below ``least``, infinity and NaN. None passes."""
-    for name, value in values.items():
-        if value is not None and not least <= value < math.inf:
-            raise _invalid(name, value, f"{least} or more")
+    minimum(least).check(**values)
 
 
-def positive(**values: float | None) -> None:
-    """Reject values that are not above 0, infinity and NaN. None passes."""
-    for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise _invalid(name, value, "a value above 0")
+_ABOVE_0 = Range("a value above 0", lambda value: 0 < value < math.inf)
+positive = _ABOVE_0.check
+
+Natural = Annotated[int, minimum(0)]
+Count = Annotated[int, minimum(1)]
+NonNegative = Annotated[float, minimum(0)]
+Positive = Annotated[float, _ABOVE_0]
+BelowOne = Annotated[float, Range("a value from 0 and below 1", lambda value: 0 <= value < 1)]
+UpToOne = Annotated[float, Range("a value from 0 to 1", lambda value: 0 <= value <= 1)]
+Share = Annotated[float, Range("a value above 0, up to 1", lambda value: 0 < value <= 1)]
 
 
-def fraction(*, above_zero: bool = False, below_one: bool = False, **values: float) -> None:
-    """Reject values outside of 0 to 1, and 0 or 1 themselves where these are excluded."""
-    for name, value in values.items():
-        if not 0 <= value <= 1 or (above_zero and value == 0) or (below_one and value == 1):
-            low, high = "above 0" if above_zero else "from 0", "below 1" if below_one else "to 1"
-            raise _invalid(name, value, f"a value {low} {high}")
+class Options:
+    """A base of dataclasses whose values are checked against the ranges in their annotations."""
+
+    _ranges: ClassVar[list[tuple[str, Range]]]
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        cls._ranges = [(name, each) for name, hint in hints.items() for each in _ranges_in(hint)]
+
+    def __post_init__(self) -> None:
+        for name, valid in self._ranges:
+            valid.check(**{name: getattr(self, name)})
 
 
-def _invalid(name: str, value: float, wanted: str) -> ConfigError:
-    return ConfigError(f"--{name.replace('_', '-')} {value} is invalid. Pass {wanted}.")
+def _ranges_in(hint: Any) -> Iterator[Range]:
+    """Yield the ranges of a type and of its parts, as in ``tuple[BelowOne, BelowOne]`` and ``Count | None``."""
+    yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range))
+    for part in get_args(hint):
+        yield from _ranges_in(part)

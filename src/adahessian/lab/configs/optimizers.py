@@ -1,39 +1,24 @@
 """Optimizers: the options of each, and the ranges that a sweep searches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from adahessian.lab.configs.checks import at_least, fraction, positive
+from adahessian.lab.configs.checks import BelowOne, Count, Natural, NonNegative, Options, Positive, Share, UpToOne
+
+Betas = tuple[BelowOne, BelowOne]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Options):
     """Options that all optimizers share."""
 
-    title: ClassVar[str]
-    """Name in tables and figures."""
-
+    title: ClassVar[str]  # name in tables and figures
+    # What `adahessian sweep` searches: 10 means log-uniform from a tenth to ten times the default. The same for all
+    # optimizers: learning rate and weight decay. Options whose default is 0 stay 0.
     searched: ClassVar[dict[str, float]] = {"lr": 10.0}
-    """Ranges of `adahessian sweep --trials`: a factor of 10 means log-uniform from a tenth to ten times the default.
 
-    The same for all optimizers: learning rate and weight decay. Options whose default is 0 stay 0.
-    """
-
-    lr: float
-    """Highest learning rate."""
-
-    clip_norm: float | None = None
-    """Largest norm of the gradient. None does not clip."""
-
-    def __post_init__(self) -> None:
-        at_least(0, lr=self.lr)
-        positive(clip_norm=self.clip_norm)
-        for name in ("eps", "weight_decay"):
-            at_least(0, **{name: getattr(self, name, 0.0)})
-        for beta in (*getattr(self, "betas", ()), getattr(self, "momentum", 0.0)):
-            fraction(below_one=True, **{"betas" if hasattr(self, "betas") else "momentum": beta})
+    lr: NonNegative  # Highest learning rate.
+    clip_norm: Positive | None = None  # Largest norm of the gradient. None does not clip.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +27,8 @@ class Decaying(OptimizerConfig):
 
     searched: ClassVar[dict[str, float]] = {"lr": 10.0, "weight_decay": 10.0}
 
-    weight_decay: float = 0.0
-    """Weight decay: decoupled, except for SGD, Adam, Adagrad and RMSprop."""
-
-    decay_bias_and_norm: bool = True
-    """Also decay biases and parameters of normalization layers."""
+    weight_decay: NonNegative = 0.0  # Weight decay: decoupled, except for SGD, Adam, Adagrad and RMSprop.
+    decay_bias_and_norm: bool = True  # Also decay biases and parameters of normalization layers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +36,7 @@ class SGD(Decaying):
     """Stochastic gradient descent."""
 
     title: ClassVar[str] = "SGD"
-
-    momentum: float = 0.0
-    """Momentum."""
+    momentum: BelowOne = 0.0  # Momentum.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +44,8 @@ class Adam(Decaying):
     """Adam."""
 
     title: ClassVar[str] = "Adam"
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the momentum and of the second moment."""
-
-    eps: float = 1e-8
-    """Term added to the denominator."""
+    betas: Betas = (0.9, 0.999)  # Decay of the momentum and of the second moment.
+    eps: NonNegative = 1e-8  # Term added to the denominator.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +60,7 @@ class Adagrad(Decaying):
     """Adagrad."""
 
     title: ClassVar[str] = "Adagrad"
-
-    eps: float = 1e-8
-    """Term added to the denominator."""
+    eps: NonNegative = 1e-8  # Term added to the denominator.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +68,9 @@ class RMSprop(Decaying):
     """RMSprop."""
 
     title: ClassVar[str] = "RMSprop"
-
-    alpha: float = 0.99
-    """Decay of the second moment."""
-
-    eps: float = 1e-8
-    """Term added to the denominator."""
-
-    momentum: float = 0.0
-    """Momentum."""
+    alpha: BelowOne = 0.99  # Decay of the second moment.
+    eps: NonNegative = 1e-8  # Term added to the denominator.
+    momentum: BelowOne = 0.0  # Momentum.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +78,8 @@ class Muon(Decaying):
     """Muon for matrices and kernels, AdamW for the rest. The learning rate is AdamW's (match_rms_adamw)."""
 
     title: ClassVar[str] = "Muon"
-
-    momentum: float = 0.95
-    """Nesterov momentum of Muon."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Betas of AdamW, for embeddings, output layers and vectors."""
+    momentum: BelowOne = 0.95  # Nesterov momentum of Muon.
+    betas: Betas = (0.9, 0.999)  # Betas of AdamW, for embeddings, output layers and vectors.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +87,8 @@ class SOAP(Decaying):
     """SOAP, from the package pytorch_optimizer."""
 
     title: ClassVar[str] = "SOAP"
-
-    betas: tuple[float, float] = (0.95, 0.95)
-    """Decay of the momentum and of the second moment."""
-
-    precondition_every: int = 10
-    """Steps between two updates of the eigenbasis."""
+    betas: Betas = (0.95, 0.95)  # Decay of the momentum and of the second moment.
+    precondition_every: Count = 10  # Steps between two updates of the eigenbasis.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +96,9 @@ class Sophia(Decaying):
     """Sophia-H, from the package pytorch_optimizer."""
 
     title: ClassVar[str] = "Sophia"
-
-    betas: tuple[float, float] = (0.96, 0.99)
-    """Decay of the momentum and of the Hessian's diagonal."""
-
-    rho: float = 0.01
-    """Scale of the Hessian in the clipped ratio."""
-
-    curvature_every: int = 10
-    """Steps between two measurements."""
+    betas: Betas = (0.96, 0.99)  # Decay of the momentum and of the Hessian's diagonal.
+    rho: Positive = 0.01  # Scale of the Hessian in the clipped ratio.
+    curvature_every: Count = 10  # Steps between two measurements.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,35 +106,18 @@ class LBFGS(OptimizerConfig):
     """L-BFGS with strong Wolfe line search, for full-batch tasks."""
 
     title: ClassVar[str] = "L-BFGS"
-
-    history: int = 100
-    """Pairs of vectors to keep."""
+    history: Count = 100  # Pairs of vectors to keep.
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measuring(Decaying):
     """Options of optimizers that measure curvature."""
 
-    num_probes: int = 1
-    """Hessian-vector products per measurement."""
-
-    curvature_every: int = 1
-    """Steps between two measurements of the curvature."""
-
-    curvature_warmup: int = 0
-    """First steps, each of which measures."""
-
-    batch_fraction: float = 1.0
-    """Share of the batch that the curvature is measured on."""
-
-    product_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of Hessian-vector products, when compiled."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, num_probes=self.num_probes, curvature_every=self.curvature_every)
-        at_least(0, curvature_warmup=self.curvature_warmup)
-        fraction(above_zero=True, batch_fraction=self.batch_fraction)
+    num_probes: Count = 1  # Hessian-vector products per measurement.
+    curvature_every: Count = 1  # Steps between two measurements of the curvature.
+    curvature_warmup: Natural = 0  # First steps, each of which measures.
+    batch_fraction: Share = 1.0  # Share of the batch that the curvature is measured on.
+    product_dtype: Literal["float32", "bfloat16"] = "float32"  # Precision of Hessian-vector products, when compiled.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,29 +125,12 @@ class AdaHessian(_Measuring):
     """The paper's optimizer: a diagonal of the Hessian, measured at every step."""
 
     title: ClassVar[str] = "AdaHessian"
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the momentum and of the squared curvature."""
-
-    eps: float = 1e-4
-    """Term added to the denominator, on the scale of the loss."""
-
-    block_size: int = 1
-    """Consecutive elements of a row that share one curvature."""
-
-    hessian_power: float = 1.0
-    """Hessian power k."""
-
-    signed: bool = False
-    """Average signed values over a block, not magnitudes."""
-
-    steady_start: bool = False
-    """Average the first measurement with its mean over each tensor."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, block_size=self.block_size)
-        fraction(hessian_power=self.hessian_power)
+    betas: Betas = (0.9, 0.999)  # Decay of the momentum and of the squared curvature.
+    eps: NonNegative = 1e-4  # Term added to the denominator, on the scale of the loss.
+    block_size: Count = 1  # Consecutive elements of a row that share one curvature.
+    hessian_power: UpToOne = 1.0  # Hessian power k.
+    signed: bool = False  # Average signed values over a block, not magnitudes.
+    steady_start: bool = False  # Average the first measurement with its mean over each tensor.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,29 +138,12 @@ class AdaHessianKron(_Measuring):
     """Kronecker factors of the Hessian, at AdamW's learning rate. Recommended."""
 
     title: ClassVar[str] = "AdaHessianKron"
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the momentum and, per measurement, of the factors."""
-
-    block_size: int = 256
-    """Largest number of rows or columns that share a factor."""
-
-    damping: float = 1e-2
-    """Least damping, relative to the mean eigenvalue."""
-
-    curvature_every: int = 10
-    """Steps between two measurements of the curvature."""
-
-    curvature_warmup: int = 50
-    """First steps, each of which measures."""
-
-    batch_fraction: float = 0.25
-    """Share of the batch that the curvature is measured on."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, block_size=self.block_size)
-        positive(damping=self.damping)
+    betas: Betas = (0.9, 0.95)  # Decay of the momentum and, per measurement, of the factors.
+    block_size: Count = 256  # Largest number of rows or columns that share a factor.
+    damping: Positive = 1e-2  # Least damping, relative to the mean eigenvalue.
+    curvature_every: Count = 10  # Steps between two measurements of the curvature.
+    curvature_warmup: Natural = 50  # First steps, each of which measures.
+    batch_fraction: Share = 0.25  # Share of the batch that the curvature is measured on.
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

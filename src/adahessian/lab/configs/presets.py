@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from inspect import cleandoc
+from typing import Any
 
 from adahessian.lab.configs.optimizers import SOAP, AdaHessianKron, AdamW, Muon, OptimizerConfig, Sophia
 from adahessian.lab.configs.run import RunConfig, TaskConfig
-from adahessian.lab.configs.schedule import ScheduleConfig
 from adahessian.lab.errors import ConfigError
 
 Configs = Mapping[str, RunConfig]
-FinalWeights = Literal["last", "best", "average"]
-CONSTANT = ScheduleConfig()
+Make = Callable[[], Configs]
+NO_DATA = "Nothing."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     """An experiment: what it is, what data it needs, and its settings for each optimizer."""
 
-    name: str
-    """What the command line calls it, such as ``"cifar10-resnet20"``."""
+    name: str  # what the command line calls it, such as "cifar10-resnet20"
+    title: str  # such as "ResNet20 on CIFAR-10"
+    data: str  # what --data-dir has to hold, in one sentence
+    notes: str  # where the settings come from, and what else to know
+    make: Make  # returns the settings by optimizer
 
-    title: str
-    """Such as ``"ResNet20 on CIFAR-10"``."""
-
-    data: str
-    """What ``--data-dir`` has to hold, in one sentence."""
-
-    make: Callable[[], Configs]
-    """Returns the settings by optimizer. Its docstring holds the notes."""
-
-    family_notes: str = ""
-    """Notes that hold for several experiments."""
-
-    needs_no_data: bool = False
-    """The data comes with a package or is computed."""
+    @property
+    def needs_no_data(self) -> bool:
+        """Whether the data comes with a package or is computed."""
+        return self.data == NO_DATA
 
     @property
     def optimizers(self) -> tuple[str, ...]:
         """Names of the optimizers that the experiment has settings for."""
         return tuple(self.make())
 
-    @property
-    def notes(self) -> str:
-        """Where the settings come from, and what else to know. Paragraphs are separated by empty lines."""
-        return "\n\n".join(filter(None, [inspect.getdoc(self.make), inspect.cleandoc(self.family_notes)]))
-
     def config(self, optimizer: str) -> RunConfig:
-        """Return the settings for an optimizer.
-
-        Raises:
-            ConfigError: If the experiment has none for it.
-        """
+        """Return the settings for an optimizer, or raise ConfigError if there are none."""
         configs = self.make()
         if optimizer not in configs:
             raise ConfigError(f"{self.name} has no settings for {near(optimizer, configs)}")
@@ -65,26 +48,19 @@ class Preset:
 PRESETS: dict[str, Preset] = {}
 
 
-def preset(
-    name: str, *, title: str, data: str, family_notes: str = "", needs_no_data: bool = False
-) -> Callable[[Callable[[], Configs]], Callable[[], Configs]]:
-    """Register the decorated function as the preset of an experiment."""
+def preset(name: str, title: str, data: str = NO_DATA, notes: str = "") -> Callable[[Make], Make]:
+    """Register the decorated function as an experiment. Its docstring and ``notes`` become the notes."""
 
-    def register(make: Callable[[], Configs]) -> Callable[[], Configs]:
-        PRESETS[name] = Preset(
-            name=name, title=title, data=data, make=make, family_notes=family_notes, needs_no_data=needs_no_data
-        )
+    def register(make: Make) -> Make:
+        paragraphs = filter(None, map(cleandoc, (make.__doc__ or "", notes)))
+        PRESETS[name] = Preset(name=name, title=title, data=data, notes="\n\n".join(paragraphs), make=make)
         return make
 
     return register
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset of a name.
-
-    Raises:
-        ConfigError: If it does not exist.
-    """
+    """Return the preset of a name, or raise ConfigError if it does not exist."""
     if name not in PRESETS:
         raise ConfigError(f"There is no task {near(name, PRESETS)}")
     return PRESETS[name]
@@ -115,27 +91,10 @@ def with_modern(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, Optimize
 
 
 def same_for(
-    optimizers: Mapping[str, OptimizerConfig],
-    task: TaskConfig,
-    *,
-    epochs: int = 1,
-    schedule: ScheduleConfig = CONSTANT,
-    steps: int | None = None,
-    eval_every: int | None = None,
-    final_weights: FinalWeights = "last",
-    average_epochs: int = 1,
+    optimizers: Mapping[str, OptimizerConfig], task: TaskConfig, *, epochs: int = 1, **options: Any
 ) -> Configs:
-    """Return the configs of an experiment whose optimizers share everything but their own options."""
+    """Return a RunConfig for each optimizer, with the same task, epochs and other ``options`` of a run."""
     return {
-        name: RunConfig(
-            task=task,
-            optimizer=optimizer,
-            schedule=schedule,
-            epochs=epochs,
-            steps=steps,
-            eval_every=eval_every,
-            final_weights=final_weights,
-            average_epochs=average_epochs,
-        )
+        name: RunConfig(task=task, optimizer=optimizer, epochs=epochs, **options)
         for name, optimizer in optimizers.items()
     }

@@ -1,11 +1,9 @@
 """Prediction of clicks with DLRM, on Criteo's logs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
-from adahessian.lab.configs.checks import at_least
+from adahessian.lab.configs.checks import Count, NonNegative
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, AdaHessianKron
 from adahessian.lab.configs.presets import Configs, preset, same_for
 from adahessian.lab.configs.run import Metric, WithHoldout
@@ -18,48 +16,21 @@ class ClickConfig(WithHoldout):
     default_holdout: ClassVar[int] = 1_000_000
     score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %", digits=3)
 
-    batch_size: int = 128
-    """Rows per batch, over all processes."""
-
-    file: str = "train.txt"
-    """The log, in --data-dir or in its folder criteo."""
-
-    embedding_width: int = 16
-    """Size of an embedding."""
-
-    hash_size: int = 1_000_000
-    """Buckets per column of categories."""
-
-    embedding_lr: float = 0.01
-    """Learning rate of Adagrad, which trains AdaHessian's embeddings."""
-
-    bottom_layers: tuple[int, ...] = (512, 256, 64)
-    """Hidden units of the network that embeds the numbers."""
-
-    top_layers: tuple[int, ...] = (512, 256)
-    """Hidden units of the network that predicts."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, embedding_width=self.embedding_width, hash_size=self.hash_size)
-        at_least(0, embedding_lr=self.embedding_lr)
+    batch_size: int = 128  # Rows per batch, over all processes.
+    file: str = "train.txt"  # The log, in --data-dir or in its folder criteo.
+    embedding_width: Count = 16  # Size of an embedding.
+    hash_size: Count = 1_000_000  # Buckets per column of categories.
+    embedding_lr: NonNegative = 0.01  # Learning rate of Adagrad, which trains AdaHessian's embeddings.
+    bottom_layers: tuple[Count, ...] = (512, 256, 64)  # Hidden units of the network that embeds the numbers.
+    top_layers: tuple[Count, ...] = (512, 256)  # Hidden units of the network that predicts.
 
 
-@preset(
-    "criteo-dlrm",
-    title="DLRM on Criteo's click logs",
-    data="train.txt of Criteo's Kaggle challenge, or criteo/train.txt.",
-)
+@preset("criteo-dlrm", "DLRM on Criteo's click logs", "train.txt of Criteo's Kaggle challenge, or criteo/train.txt.")
 def criteo_dlrm() -> Configs:
     """AdaHessian trains the layers and Adagrad the embeddings, as in the paper.
 
-    Categories are hashed into a million buckets per column. DLRM's own tables have a row per category, ten million in
-    the largest column.
-
-    Rows are read in the order of the log. The paper does not say whether it shuffled them.
-
-    SGD is not in the paper. Its learning rate is that of DLRM's scripts. AdaHessianKron's was not searched. Adam,
-    AdamW and RMSprop do not support sparse gradients.
+    Categories are hashed into a million buckets per column. DLRM's own tables are larger. SGD's learning rate is from
+    DLRM's scripts. AdaHessianKron's was not searched. Adam, AdamW and RMSprop do not support sparse gradients.
     """
     optimizers = {
         "adahessian-kron": AdaHessianKron(lr=1e-3),

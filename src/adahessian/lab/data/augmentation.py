@@ -6,29 +6,24 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class PaddedCrops:
-    """Random crops of padded images, as large as the images were. Half of them are mirrored.
+    """Random crops of images with some zero pixels on each side, as large as the images. Half of them are mirrored.
 
     There are few such views of an image, so a table holds the source of each pixel of each view. A whole batch is then
     drawn in one call and gathered.
-
-    Args:
-        size: Height and width of the images.
-        padding: Zero pixels added on each side.
-        device: Device of the images.
     """
 
     def __init__(self, size: int, *, padding: int = 4, device: torch.device | str = "cpu") -> None:
-        lines = torch.arange(-padding, padding + 1)[:, None] + torch.arange(size)
-        inside = (lines >= 0) & (lines < size)
-        lines = lines.clamp(0, size - 1)
-        rows, row_inside = lines[None, :, None, :, None], inside[None, :, None, :, None]
-        columns = torch.stack((lines, lines.flip(1)))[:, None, :, None, :]
-        column_inside = torch.stack((inside, inside.flip(1)))[:, None, :, None, :]
-        self._pixels = (rows * size + columns).flatten(0, 2).flatten(1).to(device)
-        self._inside = (row_inside & column_inside).float().flatten(0, 2).unsqueeze(3).to(device)
+        def views(padded: Tensor) -> Tensor:
+            windows = padded[0, 0].unfold(0, size, 1).unfold(1, size, 1)
+            return torch.stack((windows, windows.flip(3))).flatten(0, 2).to(device)
+
+        pixels, sides = torch.arange(float(size**2)).view(1, 1, size, size), [padding] * 4
+        self._pixels = views(pad(pixels, sides, mode="replicate").long()).flatten(1)
+        self._inside = views(pad(torch.ones_like(pixels), sides)).unsqueeze(3)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw numbers of views, all with the same probability."""
@@ -46,10 +41,9 @@ class PaddedCrops:
 
 
 def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Return the left, upper, right and lower edge of a random part of an image, as is usual for ImageNet.
+    """Return the left, upper, right and lower edge of a part with 8% to 100% of an image and a ratio of 3:4 to 4:3.
 
-    Its area is 8% to 100% of the image, and its aspect ratio 3 : 4 to 4 : 3. If ten draws do not fit into the image, it
-    is the largest part in the middle with such a ratio.
+    This is usual for ImageNet. If ten draws do not fit into the image, it is the largest such part in the middle.
     """
     narrowest, widest = 3 / 4, 4 / 3
     for area, ratio, across, down in torch.rand(10, 4, generator=generator, dtype=torch.float64).tolist():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adahessian.lab.data.files import read_lines
 from adahessian.lab.errors import DataError
 
 # Batches are padded to a multiple of this, because a compiled step is compiled for each length.
@@ -24,15 +24,10 @@ class Format:
     """The layout of a dataset's files."""
 
     folder: str
-    columns: tuple[str, ...] = ("sentence1", "sentence2")
-    """Columns of the sentence, or of the two sentences."""
-
+    columns: tuple[str, ...] = ("sentence1", "sentence2")  # of the sentence, or of the two sentences
     label: str = "label"
-    classes: tuple[str, ...] = ("0", "1")
-    """Labels. None for a score from 0 to 5."""
-
-    broken_rows: int = 0
-    """Rows of another length that the published files have at most. They are left out."""
+    classes: tuple[str, ...] = ("0", "1")  # none for a score from 0 to 5
+    broken_rows: int = 0  # rows of another length that the published files have at most, which are left out
 
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -50,24 +45,10 @@ FORMATS = {
 
 
 def read_sentences(folder: Path, form: Format, name: str) -> tuple[Texts, Tensor]:
-    """Return the sentences of a file, and their classes (int64) or scores (float32).
-
-    Args:
-        folder: The folder with the folders of the datasets.
-        form: The dataset.
-        name: The file, without its suffix: ``"train"``, ``"dev"``.
-
-    Raises:
-        DataError: If the file is missing or not as published.
-    """
+    """Return the sentences of a file, such as ``"train"`` or ``"dev"``, and their classes (int64) or scores."""
     path = folder / form.folder / f"{name}.tsv"
-    try:
-        # MRPC begins with a byte-order mark.
-        lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Put the files of GLUE into {path.parent}.") from error
     # Quotation marks belong to the sentences: only tabs and line feeds separate.
-    header, *rows = [line.removesuffix("\r").split("\t") for line in lines]
+    header, *rows = [line.rstrip("\r\n").split("\t") for line in read_lines(path)]
     if absent := [column for column in (*form.columns, form.label) if column not in header]:
         raise DataError(f"{path}, line 1 lacks the column {absent[0]!r}. Fetch GLUE's {form.folder} again.")
     columns, label = [header.index(column) for column in form.columns], header.index(form.label)
@@ -84,26 +65,20 @@ def read_sentences(folder: Path, form: Format, name: str) -> tuple[Texts, Tensor
 
 
 def _label(text: str, classes: Sequence[str], where: str) -> float:
-    if classes:
-        if text not in classes:
-            raise DataError(f"{where} has the label {text!r} instead of one of {', '.join(classes)}.")
-        return classes.index(text)
     try:
-        score = float(text)
+        label = classes.index(text) if classes else float(text)
     except ValueError:
-        score = -1.0
-    if not isfinite(score) or not 0 <= score <= 5:
-        raise DataError(f"{where} has the score {text!r} instead of a number from 0 to 5.")
-    return score
+        label = -1
+    if not 0 <= label <= 5:  # a NaN is not in this range
+        allowed = f"one of {', '.join(classes)}" if classes else "a number from 0 to 5"
+        raise DataError(f"{where} has the label {text!r} instead of {allowed}. Fetch the file again.")
+    return label
 
 
 def tokenize(texts: Texts, tokenizer: Any, max_length: int) -> dict[str, Tensor]:
-    """Return a batch of sentences, or of pairs of sentences, as a BERT of transformers reads it.
+    """Return sentences, or pairs of sentences, as a BERT of transformers reads them.
 
-    Args:
-        texts: The sentences.
-        tokenizer: The tokenizer of the checkpoint.
-        max_length: Most tokens of an example. The longer sentence of a pair is cut first.
+    Examples have at most ``max_length`` tokens. The longer sentence of a pair is cut first.
     """
     sentences = [list(column) for column in zip(*texts, strict=True)]
     tokens = tokenizer(*sentences, truncation=True, max_length=max_length)

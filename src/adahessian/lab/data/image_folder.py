@@ -38,46 +38,36 @@ class ListedImages:
 
 
 def list_image_folder(data_dir: Path) -> tuple[ListedImages, ListedImages, tuple[str, ...]]:
-    """Return the training and validation images in the order of their names, and the names of the classes.
+    """Return the training and validation images in the order of their names, and the names of the classes."""
+    classes = tuple(folder.name for folder in _folders(data_dir / "train"))
+    return _list_images(data_dir / "train", classes), _list_images(data_dir / "val", classes), classes
 
-    Raises:
-        DataError: If a folder is missing or empty, or a class in ``val`` is not in ``train``.
-    """
-    training, validation = _class_folders(data_dir / "train"), _class_folders(data_dir / "val")
-    classes = tuple(folder.name for folder in training)
-    for folder in validation:
+
+def _folders(part: Path) -> list[Path]:
+    return sorted(filter(Path.is_dir, part.glob("*")))
+
+
+def _list_images(part: Path, classes: tuple[str, ...]) -> ListedImages:
+    listed: list[tuple[str, int]] = []
+    for folder in _folders(part):
         if folder.name not in classes:
-            raise DataError(f"{folder} is not a class in {data_dir / 'train'}. Remove it, or add training images.")
-    return _list_images(training, classes), _list_images(validation, classes), classes
-
-
-def _class_folders(part: Path) -> list[Path]:
-    folders = sorted(folder for folder in part.iterdir() if folder.is_dir()) if part.is_dir() else []
-    if not folders:
-        raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
-    return folders
-
-
-def _list_images(folders: list[Path], classes: tuple[str, ...]) -> ListedImages:
-    files: list[str] = []
-    labels: list[int] = []
-    for folder in folders:
+            raise DataError(f"{folder} is not a class in {part.parent / 'train'}. Remove it, or add training images.")
         found = sorted(str(file) for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not found:
             raise DataError(f"{folder} has no .JPEG, .jpg or .png files. Put the images of the class into it.")
-        files += found
-        labels += [classes.index(folder.name)] * len(found)
-    return ListedImages(tuple(files), torch.tensor(labels))
+        listed += [(file, classes.index(folder.name)) for file in found]
+    if not listed:
+        raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
+    return ListedImages(tuple(file for file, _ in listed), torch.tensor([label for _, label in listed]))
 
 
 def center_view(size: int, shorter_side: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
     """Scale the shorter side of an image to a length, and return the square in the middle."""
     scale = shorter_side / min(image.size)
     width, height = max(size, round(image.width * scale)), max(size, round(image.height * scale))
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
     left, upper = (width - size) // 2, (height - size) // 2
-    return image.crop((left, upper, left + size, upper + size))
+    scaled = image.resize((width, height), Image.Resampling.BILINEAR)
+    return scaled.crop((left, upper, left + size, upper + size))
 
 
 def random_view(size: int, seed: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
@@ -93,11 +83,7 @@ def random_view(size: int, seed: int, image: Image.Image, epoch: int, index: int
 
 
 def decode(file: str) -> Image.Image:
-    """Read an image and convert it to RGB.
-
-    Raises:
-        DataError: If it cannot be decoded.
-    """
+    """Read an image and convert it to RGB."""
     try:
         with Image.open(file, formats=("JPEG", "PNG")) as image:
             return image.convert("RGB")
@@ -106,14 +92,7 @@ def decode(file: str) -> Image.Image:
 
 
 class StreamedImages:
-    """Images that worker processes decode for every batch.
-
-    Args:
-        listed: The images.
-        view: What to return of each image.
-        workers: Processes that decode, limited to the number of cores. With 0, this process decodes.
-        device: Device of the batches.
-    """
+    """Images that worker processes, at most one per core, decode for every batch. With 0, this process does."""
 
     def __init__(self, listed: ListedImages, view: View, *, workers: int, device: torch.device) -> None:
         self.labels = listed.labels
@@ -121,20 +100,15 @@ class StreamedImages:
         self._workers = min(workers, os.cpu_count() or 1)
 
     def take(self, parts: Sequence[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield uint8 images of shape (N, size, size, 3) and labels for the indices of each batch.
-
-        Raises:
-            DataError: If a file cannot be decoded.
-        """
+        """Yield uint8 images of shape (N, size, size, 3) and labels for the indices of each batch."""
         pinned = self._device.type == "cuda"
         loader: DataLoader[Any] = DataLoader(
-            _Views(self._files, self.labels, self._view, epoch),
-            batch_sampler=[part.tolist() for part in parts],
+            _Batches(self._files, self.labels, self._view, epoch),
+            batch_size=None,  # the data set has whole batches
+            sampler=[part.tolist() for part in parts],
             num_workers=self._workers,
-            collate_fn=_collate,
             pin_memory=pinned,
-            # The default would draw from torch's random state.
-            generator=torch.Generator(),
+            generator=torch.Generator(),  # the default would draw from torch's random state
         )
         for batch in loader:
             if isinstance(batch, DataError):
@@ -151,23 +125,16 @@ class StreamedImages:
         return images, self.labels.to(self._device)
 
 
-class _Views(Dataset[Any]):
-    def __init__(self, files: tuple[str, ...], labels: Tensor, view: View, epoch: int) -> None:
-        self.files, self.labels, self.view, self.epoch = files, labels, view, epoch
+@dataclass
+class _Batches(Dataset[Any]):
+    files: tuple[str, ...]
+    labels: Tensor
+    view: View
+    epoch: int
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | DataError:
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor] | DataError:
         try:
-            image = decode(self.files[index])
+            views = [np.asarray(self.view(decode(self.files[index]), self.epoch, index)) for index in indices]
         except DataError as error:
-            # If a worker raised it, its message would contain a traceback.
-            return error
-        return torch.from_numpy(np.array(self.view(image, self.epoch, index))), self.labels[index]
-
-
-def _collate(examples: list[tuple[Tensor, Tensor] | DataError]) -> tuple[Tensor, ...] | DataError:
-    pairs: list[tuple[Tensor, Tensor]] = []
-    for example in examples:
-        if isinstance(example, DataError):
-            return example
-        pairs.append(example)
-    return tuple(map(torch.stack, zip(*pairs, strict=True)))
+            return error  # if a worker raised it, its message would contain a traceback
+        return torch.from_numpy(np.stack(views)), self.labels[indices]

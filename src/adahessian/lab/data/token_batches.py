@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -34,45 +33,39 @@ class Sentences:
         # One element more, for indices beyond the end of the last sentence.
         self._tokens = torch.from_numpy(np.append(flat, np.int32(PADDING)))
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def padded(self, indices: Tensor, width: int) -> Tensor:
         """Return sentences as rows of this width, each with :data:`END` after it."""
-        columns = torch.arange(width)
-        lengths = self.lengths[indices].unsqueeze(1)
+        columns, lengths = torch.arange(width), self.lengths[indices].unsqueeze(1)
         places = (self._starts[indices].unsqueeze(1) + columns).clamp(max=len(self._tokens) - 1)
         rows = self._tokens[places].long().masked_fill(columns > lengths, PADDING)
         return rows.masked_fill(columns == lengths, END)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The sentence pairs of one batch, and the width that both sides are padded to."""
-
-    indices: Tensor
-    width: int
-
-
 class TokenBatches:
-    """Sentence pairs in batches of as many tokens as fit, including padding.
+    """Sentence pairs in batches of at most ``max_tokens`` per side, including padding, if a single pair is not longer.
 
     Pairs of about the same length share a batch. The seed decides which ones, once. An epoch shuffles the batches and
     the pairs within each batch, so any slice is a fair sample of its batch. Both sides have the same width, and all
-    batches of a width except the last have the same number of pairs. That leaves few shapes to compile for.
-
-    Args:
-        source: The sentences to translate.
-        target: Their translations.
-        max_tokens: Most tokens of a batch, on either side. A longer pair is a batch of its own.
-        env: Seed, and this rank's share of each batch. None is for evaluation, on whole batches.
+    batches of a width except the last have the same number of pairs. That leaves few shapes to compile for. Without
+    ``env``, whole batches are for evaluation.
     """
 
     def __init__(self, source: Sentences, target: Sentences, max_tokens: int, env: Env | None = None) -> None:
         self.source, self.target, self.env = source, target, env
-        cuts = _cut(torch.maximum(source.lengths, target.lengths) + 1, max_tokens, env.seed if env else 0)
-        # A rank without a pair would have no loss.
-        self.cuts = [cut for cut in cuts if env is None or len(cut.indices) >= env.world_size]
+        lengths = torch.maximum(source.lengths, target.lengths) + 1
+        shuffled = torch.randperm(len(lengths), generator=random_stream("translation cuts", env.seed if env else 0))
+        widths = (lengths + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+        order = shuffled[widths[shuffled].argsort(descending=True, stable=True)]
+        self.cuts: list[tuple[Tensor, int]] = []
+        first = 0
+        while first < len(order):
+            # The longest pair of a batch decides its width, and the width decides the number of pairs.
+            width = int(widths[order[first]])
+            indices = order[first : first + max(1, max_tokens // width)]
+            first += len(indices)
+            # A rank without a pair would have no loss.
+            if env is None or len(indices) >= env.world_size:
+                self.cuts.append((indices, width))
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -82,38 +75,18 @@ class TokenBatches:
         assert self.env is not None
         order = torch.randperm(len(self.cuts), generator=random_stream("translation batches", self.env.seed, epoch))
         for number in order[skip:].tolist():
-            cut = self.cuts[number]
+            indices, width = self.cuts[number]
             generator = random_stream("translation pairs", self.env.seed, epoch, number)
-            indices = cut.indices[torch.randperm(len(cut.indices), generator=generator)]
-            yield self.batch(self.env.my_share(indices), cut.width)
+            indices = indices[torch.randperm(len(indices), generator=generator)]
+            yield self._batch(self.env.my_share(indices), width)
 
     def in_order(self) -> Iterator[tuple[Tensor, PairBatch]]:
         """Yield all batches, the longest sentences first, each with the numbers of its pairs."""
-        for cut in self.cuts:
-            yield cut.indices, self.batch(cut.indices, cut.width)
+        for indices, width in self.cuts:
+            yield indices, self._batch(indices, width)
 
-    def batch(self, indices: Tensor, width: int) -> PairBatch:
-        """Return pairs as rows of this width."""
+    def _batch(self, indices: Tensor, width: int) -> PairBatch:
         target = self.target.padded(indices, width)
         # The decoder reads each word one place after it had to predict it. It never reads END.
         read = torch.cat([torch.full((len(indices), 1), START), target[:, :-1]], 1)
         return self.source.padded(indices, width), read.masked_fill(read == END, PADDING), target
-
-
-def _cut(lengths: Tensor, max_tokens: int, seed: int) -> list[Cut]:
-    """Cut pairs of these lengths into batches, starting with the longest pairs.
-
-    The longest pair of a batch decides its width, and the width decides the number of pairs.
-    """
-    shuffled = torch.randperm(len(lengths), generator=random_stream("translation cuts", seed))
-    widths = (lengths + MULTIPLE - 1) // MULTIPLE * MULTIPLE
-    order = shuffled[widths[shuffled].argsort(descending=True, stable=True)]
-    sorted_widths = widths[order].tolist()
-    cuts: list[Cut] = []
-    first = 0
-    while first < len(order):
-        width = sorted_widths[first]
-        count = max(1, max_tokens // width)
-        cuts.append(Cut(order[first : first + count], width))
-        first += count
-    return cuts

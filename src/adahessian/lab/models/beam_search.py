@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from adahessian.lab.data.token_batches import END, PADDING, START
-
-
-class StepwiseDecoder(Protocol):
-    """A decoder that generates sentences token by token, one per row."""
-
-    def repeat(self, times: int) -> None:
-        """Repeat each row this many times, next to each other."""
-
-    def reorder(self, rows: Tensor) -> None:
-        """Continue each row with the past of another row."""
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Map the last token of each row to the logits of the next token."""
+from adahessian.lab.models.transformer import Decoding
 
 
 def beam_search(
-    decoder: StepwiseDecoder, limits: Tensor, *, beam_size: int, length_penalty: float
+    decoder: Decoding, limits: Tensor, *, beam_size: int, length_penalty: float
 ) -> tuple[list[list[int]], list[float]]:
     r"""Return the best sentence for each source, without its end, and its score.
 
@@ -33,13 +19,8 @@ def beam_search(
     .. math::
         \frac{1}{n^p} \sum_{i = 1}^{n} \log P(y_i \mid y_1, \dots, y_{i - 1})
 
-    with the length penalty p. The search for a source stops when ``beam_size`` of its sentences have ended.
-
-    Args:
-        decoder: At the start of one sentence per source.
-        limits: Longest sentence for each source, including its end.
-        beam_size: Sentences per source that are continued at the same time. 1 is greedy search.
-        length_penalty: Power of the length.
+    with the length penalty p. The search for a source stops when ``beam_size`` of its sentences have ended. ``limits``
+    holds the longest sentence for each source, including its end.
     """
     sources, device = len(limits), limits.device
     decoder.repeat(beam_size)

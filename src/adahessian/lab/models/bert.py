@@ -12,48 +12,30 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from adahessian.lab.errors import DataError
 
-_VOCABULARIES = ("vocab.txt", "tokenizer.json")
-
 
 def load_tokenizer(folder: Path, max_length: int) -> Any:
-    """Return the tokenizer of a checkpoint, a ``transformers.PreTrainedTokenizerFast``.
-
-    Raises:
-        DataError: If it is missing or damaged, or its tokens or ``max_length`` exceed what the model was built for.
-    """
+    """Return the tokenizer of a checkpoint, a ``transformers.PreTrainedTokenizerFast``, if it suits the model."""
     config = _load_config(folder)
     # Without a vocabulary, transformers returns a tokenizer that knows no words.
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not any((folder / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
         raise DataError(f"{folder} has neither vocab.txt nor tokenizer.json. Add the files of the checkpoint.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise DataError(f"{folder} has a damaged vocabulary or tokenizer_config.json ({error}).") from error
+        raise DataError(f"{folder} has a damaged vocabulary ({error}). Fetch the checkpoint again.") from error
     if len(tokenizer) > config.vocab_size:
-        raise DataError(
-            f"{folder} has a vocabulary of {len(tokenizer)} tokens, and config.json says {config.vocab_size}. "
-            "Take both from one checkpoint."
-        )
-    if max_length > config.max_position_embeddings:
-        raise DataError(
-            f"{folder} reads at most {config.max_position_embeddings} tokens. Pass --max-length "
-            f"{config.max_position_embeddings} or less."
-        )
+        problem = f"{folder} has {len(tokenizer)} tokens in its vocabulary and {config.vocab_size} in config.json"
+        raise DataError(f"{problem}. Take both from one checkpoint.")
+    if max_length > (longest := config.max_position_embeddings):
+        raise DataError(f"{folder} reads at most {longest} tokens. Pass --max-length {longest} or less.")
     return tokenizer
 
 
 def load_classifier(folder: Path, outputs: int, dropout: float) -> nn.Module:
     """Return a pre-trained encoder in float32 with a new head, which is drawn from torch's random state.
 
-    Attention is eager, because fused attention cannot be differentiated twice.
-
-    Args:
-        folder: The checkpoint: ``config.json`` and safetensors (float16 ones too) or ``pytorch_model.bin``.
-        outputs: Number of classes, or 1 for a score.
-        dropout: Dropout in the encoder and before the head.
-
-    Raises:
-        DataError: If the checkpoint is missing, damaged, or does not fit its ``config.json``.
+    The folder has ``config.json``, and safetensors (float16 ones too) or ``pytorch_model.bin``. Attention is eager,
+    because fused attention cannot be differentiated twice.
     """
     config = _load_config(folder)
     config.num_labels = outputs
@@ -71,8 +53,12 @@ def load_classifier(folder: Path, outputs: int, dropout: float) -> nn.Module:
         )
     except Exception as error:  # safetensors and pickle raise their own
         raise DataError(f"{folder} has no weights that can be read ({error}). Fetch them again.") from error
-    if misfits := sorted(_misfits(model.base_model_prefix, report)):
-        raise DataError(f"{folder} has weights that do not fit its config.json: {', '.join(misfits[:5])}.")
+    wrong_shape = [entry[0] for entry in report["mismatched_keys"]]
+    suspects = [*report["missing_keys"], *report["unexpected_keys"], *wrong_shape]
+    names = {name.removeprefix(f"{model.base_model_prefix}.") for name in suspects}
+    if misfits := sorted(name for name in names if name.startswith(("embeddings.", "encoder."))):
+        problem = f"{folder} has weights that do not fit its config.json: {', '.join(misfits[:5])}"
+        raise DataError(f"{problem}. Take both from one checkpoint.")
     for layer in model.classifier.modules():
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=config.initializer_range)
@@ -87,13 +73,5 @@ def _load_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder} has no config.json of a model that transformers knows ({error}).") from error
-
-
-def _misfits(prefix: str, report: dict[str, Any]) -> set[str]:
-    """Return the parameters of the encoder that are missing, have another shape, or are too many."""
-    wrong_shape = {entry[0] for entry in report["mismatched_keys"]}
-    names = {
-        name.removeprefix(f"{prefix}.") for name in {*report["missing_keys"], *report["unexpected_keys"], *wrong_shape}
-    }
-    return {name for name in names if name.startswith(("embeddings.", "encoder."))}
+        problem = f"{folder} has no config.json of a model that transformers knows ({error})"
+        raise DataError(f"{problem}. Add the files of the checkpoint.") from error

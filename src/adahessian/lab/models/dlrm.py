@@ -8,41 +8,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+Widths = Sequence[int]
+
 
 class DLRM(nn.Module):
     """Embeddings of categories and of numbers, their pairwise dot products, and a network on top.
 
     All columns of categories share one table, so that one lookup serves all of them. Its gradient is sparse.
-
-    Args:
-        numbers: Columns of numbers.
-        columns: Columns of categories.
-        categories: Categories per column.
-        width: Size of an embedding.
-        bottom: Hidden units of the network that embeds the numbers.
-        top: Hidden units of the network on the dot products.
     """
 
     def __init__(
-        self,
-        numbers: int = 13,
-        columns: int = 26,
-        categories: int = 1000,
-        width: int = 16,
-        bottom: Sequence[int] = (512, 256, 64),
-        top: Sequence[int] = (512, 256),
+        self, categories: int, width: int, bottom: Widths, top: Widths, *, numbers: int = 13, columns: int = 26
     ) -> None:
         super().__init__()
         self.embeddings = nn.Embedding(columns * categories, width, sparse=True)
-        bound = categories**-0.5
-        nn.init.uniform_(self.embeddings.weight, -bound, bound)
+        nn.init.uniform_(self.embeddings.weight, -(categories**-0.5), categories**-0.5)
         self.bottom = nn.Sequential(*_layers((numbers, *bottom, width)))
         pairs = torch.tril_indices(columns + 1, columns + 1, offset=-1)
         self.top = nn.Sequential(*_layers((width + pairs.shape[1], *top, 1))[:-1])
-        self.first_rows: Tensor
-        self.pairs: Tensor
-        self.register_buffer("first_rows", torch.arange(columns) * categories, persistent=False)
-        self.register_buffer("pairs", pairs[0] * (columns + 1) + pairs[1], persistent=False)
+        self.first_rows = nn.Buffer(torch.arange(columns) * categories, persistent=False)
+        self.pairs = nn.Buffer(pairs[0] * (columns + 1) + pairs[1], persistent=False)
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         """Return logits of shape (N,) for numbers of shape (N, numbers) and categories of shape (N, columns)."""
@@ -53,7 +38,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
-def _layers(widths: Sequence[int]) -> list[nn.Module]:
+def _layers(widths: Widths) -> list[nn.Module]:
     """Return linear layers, each followed by a ReLU, initialized as by DLRM's authors."""
     layers: list[nn.Module] = []
     for width_in, width in pairwise(widths):

@@ -32,25 +32,10 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model.
-
-    Args:
-        layers: Number of layers.
-        width: Size of an embedding.
-        heads: Attention heads per layer.
-        vocabulary: Number of tokens.
-        context: Longest sequence.
-        dropout: Share of activations dropped after the embeddings and after each part of a layer.
-    """
+    """A language model. Dropout follows the embeddings and each part of a layer."""
 
     def __init__(
-        self,
-        layers: int = 6,
-        width: int = 512,
-        heads: int = 8,
-        vocabulary: int = 8192,
-        context: int = 256,
-        dropout: float = 0.0,
+        self, layers: int, width: int, heads: int, vocabulary: int, context: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)

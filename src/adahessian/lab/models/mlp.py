@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-def mlp(widths: Sequence[int], activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Return linear layers between the widths of inputs, hidden layers and outputs, with activations in between."""
-    layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), activation())]
+def mlp(widths: Sequence[int]) -> nn.Sequential:
+    """Return linear layers between the widths of inputs, hidden layers and outputs, with ReLU in between."""
+    layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -28,8 +28,7 @@ class LaplacianMLP(nn.Module):
 
     def __init__(self, inputs: int, width: int, depth: int) -> None:
         super().__init__()
-        widths = [inputs, *[width] * depth, 1]
-        layers = [nn.Linear(*sizes) for sizes in pairwise(widths)]
+        layers = [nn.Linear(*sizes) for sizes in pairwise([inputs, *[width] * depth, 1])]
         self.layers = nn.ModuleList(layers)
         for layer in layers:
             nn.init.xavier_normal_(layer.weight)
@@ -37,8 +36,7 @@ class LaplacianMLP(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Map inputs of shape (N, d) to values (N,), gradients (d, N) and Laplacians (N,)."""
-        identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        gradient = identity[:, None].expand(-1, len(x), -1)
+        gradient = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, len(x), -1)
         # Rows: the value, d partial derivatives and the Laplacian.
         stacked = torch.cat((x[None], gradient, torch.zeros_like(x)[None]))
         for number, layer in enumerate(self.layers):

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import Literal
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.errors import ConfigError
 
-Shortcut: TypeAlias = Literal["pad", "project"]
+Shortcut = Literal["pad", "project"]
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut. A block that widens also halves height and width.
-
-    The shortcut of such a block pads with zero channels (option A) or is a 1x1 convolution (option B).
-    """
+    """Two convolutions and a shortcut, which pads with zero channels (option A) or projects (option B)."""
 
     def __init__(self, width_in: int, width: int, shortcut: Shortcut) -> None:
         super().__init__()
-        stride = 1 if width_in == width else 2
+        stride = 1 if width_in == width else 2  # a block that widens also halves height and width
         self.conv1 = nn.Conv2d(width_in, width, 3, stride=stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
@@ -29,8 +26,7 @@ class Block(nn.Module):
         self.new_channels = width - width_in
         self.projection = nn.Sequential()
         if self.new_channels and shortcut == "project":
-            self.projection.append(nn.Conv2d(width_in, width, 1, stride=stride, bias=False))
-            self.projection.append(nn.BatchNorm2d(width))
+            self.projection.extend([nn.Conv2d(width_in, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images to images."""
@@ -44,21 +40,17 @@ class Block(nn.Module):
 
 
 class _Stages(nn.Module):
-    """A first convolution, stages of blocks, the mean over all pixels and a linear layer."""
+    """A first convolution, stages of blocks, the mean over all pixels and a linear layer. A stage doubles the width."""
 
     def __init__(
-        self, conv: nn.Conv2d, pool: nn.Module, widths: Sequence[int], *, blocks: int, shortcut: Shortcut, classes: int
+        self, conv: nn.Conv2d, pool: nn.Module, shortcut: Shortcut, stages: int, blocks: int, classes: int
     ) -> None:
         super().__init__()
-        self.conv, self.pool = conv, pool
-        self.norm = nn.BatchNorm2d(widths[0])
-        self.blocks = nn.Sequential()
-        width_in = widths[0]
-        for width in widths:
-            for _ in range(blocks):
-                self.blocks.append(Block(width_in, width, shortcut))
-                width_in = width
-        self.head = nn.Linear(width_in, classes)
+        self.conv, self.pool, self.norm = conv, pool, nn.BatchNorm2d(conv.out_channels)
+        widths = [conv.out_channels * 2**stage for stage in range(stages) for _ in range(blocks)]
+        pairs = pairwise([conv.out_channels, *widths])
+        self.blocks = nn.Sequential(*(Block(width_in, width, shortcut) for width_in, width in pairs))
+        self.head = nn.Linear(widths[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
@@ -73,36 +65,25 @@ class _Stages(nn.Module):
 class ResNet(_Stages):
     """ResNet for CIFAR-10, with three stages of 16, 32 and 64 channels. Shortcuts pad with zeros.
 
-    Weights start as in the experiments of AdaHessian's authors: convolutions by their outputs, and the last layer with
-    torch's default. A larger last layer makes some classes all but certain, so the curvature is close to 0. The first
-    step of AdaHessian, which divides by the curvature, then increases the loss by far.
-
-    Args:
-        depth: Number of layers: 6 n + 2.
-        classes: Number of classes.
-        width: Channels of the first stage.
+    The last layer starts with torch's default, as in the experiments of AdaHessian's authors. A larger one makes some
+    classes all but certain. Their curvature is close to 0, and the first step of AdaHessian divides by it.
     """
 
-    def __init__(self, depth: int = 20, classes: int = 10, width: int = 16) -> None:
+    def __init__(self, depth: int = 20, classes: int = 10) -> None:
         if depth < 8 or (depth - 2) % 6:
             raise ConfigError(f"--depth {depth} is invalid. Pass 6 n + 2, such as 20 or 32.")
-        conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
-        widths = (width, 2 * width, 4 * width)
-        super().__init__(conv, nn.Identity(), widths, blocks=(depth - 2) // 6, shortcut="pad", classes=classes)
+        conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        super().__init__(conv, nn.Identity(), "pad", stages=3, blocks=(depth - 2) // 6, classes=classes)
 
 
 class ResNet18(_Stages):
     """ResNet18, with four stages of two blocks: 64, 128, 256 and 512 channels. Shortcuts project.
 
-    Args:
-        classes: Number of classes.
-        small_images: For images of 64 x 64 or less, start with a convolution of 3x3 without stride or pooling. Larger
-            images start with a convolution of 7x7 and pooling, which reduce 224 x 224 to 56 x 56.
-        width: Channels of the first stage.
+    Images start with a convolution of 7x7 and pooling, which reduce 224 x 224 to 56 x 56. Those of 64 x 64 or less
+    (``small_images``) start with a convolution of 3x3 without stride or pooling.
     """
 
     def __init__(self, classes: int = 1000, *, small_images: bool = False, width: int = 64) -> None:
         kernel, stride, pool = (3, 1, nn.Identity()) if small_images else (7, 2, nn.MaxPool2d(3, stride=2, padding=1))
         conv = nn.Conv2d(3, width, kernel, stride=stride, padding=kernel // 2, bias=False)
-        widths = (width, 2 * width, 4 * width, 8 * width)
-        super().__init__(conv, pool, widths, blocks=2, shortcut="project", classes=classes)
+        super().__init__(conv, pool, "project", stages=4, blocks=2, classes=classes)

@@ -10,8 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.data.token_batches import PADDING
+from adahessian.lab.errors import ConfigError
 
 KeysValues = tuple[Tensor, Tensor]
+Dropouts = tuple[float, float, float]
 
 
 class Attention(nn.Module):
@@ -19,17 +21,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
-        for layer in (self.query, self.key, self.value):
-            # As if the three were one matrix.
-            nn.init.xavier_uniform_(layer.weight, gain=2**-0.5)
-        nn.init.xavier_uniform_(self.out.weight)
-        for layer in (self.query, self.key, self.value, self.out):
+        self.heads, self.dropout = heads, dropout
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        # Query, key and value start as if they were one matrix.
+        for layer, gain in ((self.query, 2**-0.5), (self.key, 2**-0.5), (self.value, 2**-0.5), (self.out, 1.0)):
+            nn.init.xavier_uniform_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
 
     def split(self, x: Tensor) -> Tensor:
@@ -62,17 +58,16 @@ class FeedForward(nn.Sequential):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network, each with layer norm before it and a residual connection."""
+    """Self-attention and a feed-forward network, each with layer norm before it and a residual connection.
 
-    def __init__(
-        self, width: int, feed_forward: int, heads: int, dropout: float, attention_dropout: float, inner_dropout: float
-    ) -> None:
+    ``dropouts`` are for the outputs of both, the attention weights and the hidden units.
+    """
+
+    def __init__(self, width: int, hidden: int, heads: int, dropouts: Dropouts) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, attention_dropout)
-        self.norm2 = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(width, feed_forward, inner_dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
+        self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width, hidden, dropouts[2])
+        self.dropout = nn.Dropout(dropouts[0])
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Map activations of shape (N, S, width) to the same shape."""
@@ -85,17 +80,12 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the source and a feed-forward network, each as in the encoder."""
 
-    def __init__(
-        self, width: int, feed_forward: int, heads: int, dropout: float, attention_dropout: float, inner_dropout: float
-    ) -> None:
+    def __init__(self, width: int, hidden: int, heads: int, dropouts: Dropouts) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, attention_dropout)
-        self.norm2 = nn.LayerNorm(width)
-        self.source_attention = Attention(width, heads, attention_dropout)
-        self.norm3 = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(width, feed_forward, inner_dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
+        self.norm2, self.source_attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
+        self.norm3, self.feed_forward = nn.LayerNorm(width), FeedForward(width, hidden, dropouts[2])
+        self.dropout = nn.Dropout(dropouts[0])
 
     def forward(
         self, x: Tensor, source: KeysValues, mask: Tensor, past: KeysValues | None = None
@@ -111,18 +101,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder that reads a sentence and a causal decoder that generates its translation.
-
-    Args:
-        vocabulary: Number of tokens, of both languages together.
-        layers: Layers of the encoder, and of the decoder.
-        width: Size of an embedding.
-        feed_forward: Hidden units of a feed-forward network.
-        heads: Attention heads per layer.
-        dropout: Share of activations dropped after the embeddings and after each part of a layer.
-        attention_dropout: Share of attention weights dropped.
-        activation_dropout: Share of hidden units of feed-forward networks dropped.
-    """
+    """An encoder that reads a sentence and a causal decoder that generates its translation."""
 
     def __init__(
         self,
@@ -138,12 +117,12 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if width % (2 * heads):
-            raise ValueError(f"width={width} is invalid. Pass a multiple of {2 * heads}, twice the number of heads.")
-        sizes = (width, feed_forward, heads, dropout, attention_dropout, activation_dropout)
+            raise ConfigError(f"--width {width} is invalid. Pass a multiple of {2 * heads}, twice the number of heads.")
+        dropouts = dropout, attention_dropout, activation_dropout
         self.tokens = nn.Embedding(vocabulary, width)
-        self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(layers))
+        self.encoder = nn.ModuleList(EncoderLayer(width, feed_forward, heads, dropouts) for _ in range(layers))
         self.encoder_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(layers))
+        self.decoder = nn.ModuleList(DecoderLayer(width, feed_forward, heads, dropouts) for _ in range(layers))
         self.decoder_norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         # Embeddings are scaled by the root of the width, the output layer is not.
@@ -183,30 +162,26 @@ class Decoding:
     def __init__(self, model: Transformer, source: Tensor) -> None:
         self.model = model
         self.encoded, self.mask = model.encode(source)
-        self.past: list[KeysValues] | None = None
+        self.past = [(keys[:, :, :0], values[:, :, :0]) for keys, values in self.encoded]
         self.length = 0
 
     def repeat(self, times: int) -> None:
-        """Repeat each row this many times, next to each other. Only before the first step."""
-        self.encoded = [
-            (keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)) for keys, values in self.encoded
-        ]
+        """Repeat each row this many times, next to each other."""
         self.mask = self.mask.repeat_interleave(times, 0)
+        self.encoded, self.past = (
+            [(keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)) for keys, values in pairs]
+            for pairs in (self.encoded, self.past)
+        )
 
     def reorder(self, rows: Tensor) -> None:
         """Continue each row with the past of another row, which translates the same sentence."""
-        if self.past is not None:
-            self.past = [(keys[rows], values[rows]) for keys, values in self.past]
+        self.past = [(keys[rows], values[rows]) for keys, values in self.past]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Map the last token of each row to the logits of the next token, of shape (N, vocabulary)."""
         x = self.model.embed(tokens.unsqueeze(1), self.length)
-        past: list[KeysValues] = []
         for number, layer in enumerate(self.model.decoder):
-            before = None if self.past is None else self.past[number]
-            x, keys_values = layer(x, self.encoded[number], self.mask, before)
-            past.append(keys_values)
-        self.past = past
+            x, self.past[number] = layer(x, self.encoded[number], self.mask, self.past[number])
         self.length += 1
         return self.model.logits(x).squeeze(1)
 

@@ -1,9 +1,10 @@
-"""A causal Transformer over words with relative positions, with multi-linear or softmax attention."""
+"""A causal Transformer over words with relative positions, for several kinds of attention and softmax."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,21 +15,14 @@ class RelativePositions(nn.Module):
     """A learned map of sinusoids of the distance between two places of a segment.
 
     The sinusoids are stored for each pair of places. Nothing is looked up, so no derivative scatters.
-
-    Args:
-        segment: Number of places.
-        width: Number of sinusoids.
-        out: Size of the result.
     """
-
-    sinusoids: Tensor
 
     def __init__(self, segment: int, width: int, out: int) -> None:
         super().__init__()
         places = torch.arange(segment)
         distance = (places[:, None] - places).clamp(min=0)[..., None]
         waves = distance * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
-        self.register_buffer("sinusoids", torch.cat((waves.sin(), waves.cos()), -1)[..., :width], persistent=False)
+        self.sinusoids = nn.Buffer(torch.cat((waves.sin(), waves.cos()), -1)[..., :width], persistent=False)
         self.map = nn.Linear(width, out, bias=False)
 
     def forward(self) -> Tensor:
@@ -38,16 +32,7 @@ class RelativePositions(nn.Module):
 
 
 class SoftmaxAttention(nn.Module):
-    """Causal softmax attention. Keys of relative positions are added to the keys of the words.
-
-    Args:
-        segment: Length of a segment.
-        width: Size of an activation.
-        head_width: Size of a head.
-        heads: Number of heads.
-    """
-
-    later: Tensor
+    """Causal softmax attention. Keys of relative positions are added to the keys of the words."""
 
     def __init__(self, segment: int, width: int, head_width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +40,7 @@ class SoftmaxAttention(nn.Module):
         self.qkv = nn.Linear(width, 3 * heads * head_width, bias=False)
         self.positions = RelativePositions(segment, width, heads * head_width)
         self.out = nn.Linear(heads * head_width, width, bias=False)
-        self.register_buffer("later", torch.ones(segment, segment, dtype=torch.bool).triu(1), persistent=False)
+        self.later = nn.Buffer(torch.ones(segment, segment, dtype=torch.bool).triu(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
@@ -82,14 +67,7 @@ class MultiLinearAttention(nn.Module):
     with the core c and the keys p of relative positions. The input of the linear layer is the row of all
     :math:`A_{ijk}` of a place i. The authors' code takes a mask and never applies it, so a word sees the words that it
     has to predict. This class applies the mask.
-
-    Args:
-        segment: Length of a segment.
-        width: Size of an activation.
-        rank: Size of query, key, value and core.
     """
-
-    earlier: Tensor
 
     def __init__(self, segment: int, width: int, rank: int) -> None:
         super().__init__()
@@ -97,7 +75,7 @@ class MultiLinearAttention(nn.Module):
         self.positions = RelativePositions(segment, width, rank)
         self.core = nn.Parameter(torch.rand(rank))
         self.out = nn.Linear(segment * segment, width, bias=False)
-        self.register_buffer("earlier", torch.ones(segment, segment).tril(), persistent=False)
+        self.earlier = nn.Buffer(torch.ones(segment, segment).tril(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
@@ -127,9 +105,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
         x = self.norm1(x + self.dropout(self.attention(x)))
-        hidden = self.dropout(F.relu(self.up(x)))
-        x = self.norm2(x + self.dropout(self.down(hidden)))
-        return x
+        out: Tensor = self.norm2(x + self.dropout(self.down(self.dropout(F.relu(self.up(x))))))
+        return out
 
 
 class FullSoftmax(nn.Module):
@@ -147,19 +124,36 @@ class FullSoftmax(nn.Module):
         return logits.gather(-1, targets[..., None]).squeeze(-1) - total, logits.mean(-1) - total
 
 
+class AdaptiveSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
+    """:class:`torch.nn.AdaptiveLogSoftmaxWithLoss` that computes every cluster for every word and masks afterwards.
+
+    PyTorch's version selects the words of each cluster, so its shapes depend on the data. Neither ``torch.func`` nor a
+    CUDA graph allows that. The tails are narrow, so the extra work is small.
+    """
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the log-probabilities of the targets, and the mean log-probability of all words."""
+        head = self.head(x).log_softmax(-1)
+        first = self.shortlist_size
+        log_prob = head.gather(-1, targets.clamp(max=first - 1)[..., None]).squeeze(-1)
+        over_words = head[..., :first].sum(-1)
+        for number, tail in enumerate(self.tail):
+            low, high = self.cutoffs[number], self.cutoffs[number + 1]
+            cluster = head[..., first + number]
+            projection, words = tail.children()
+            narrow, weight = projection(x), cast(Tensor, words.weight)
+            total = (narrow @ weight.T).logsumexp(-1)
+            row = F.embedding((targets - low).clamp(0, high - low - 1), weight)
+            # Targets of later clusters are replaced in their own iteration.
+            log_prob = torch.where(targets >= low, cluster + (narrow * row).sum(-1) - total, log_prob)
+            over_words = over_words + (high - low) * (cluster - total) + narrow @ weight.sum(0)
+        return log_prob, over_words / self.n_classes
+
+
 class WordTransformer(nn.Module):
-    """A language model with any attention and any softmax.
+    """A language model with any attention and any softmax, such as :class:`FullSoftmax`.
 
     With a full softmax, the embeddings of words are also the softmax's weights.
-
-    Args:
-        layers: Number of layers.
-        width: Size of an embedding.
-        feed_forward: Hidden size of the feed-forward networks.
-        vocabulary: Number of words.
-        dropout: Share of activations set to 0 in training.
-        make_attention: Returns the attention of one layer.
-        softmax: Maps activations and targets to log-probabilities, as :class:`FullSoftmax` does.
     """
 
     def __init__(
@@ -185,10 +179,9 @@ class WordTransformer(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two tensors of shape (N, segment), for words and the words that follow them, of the same shape.
+        """Return the log-probabilities of the targets, and the mean log-probability of all words in their places.
 
-        The first holds the log-probability of each target. The second holds the mean log-probability of all words in
-        its place, which label smoothing needs.
+        Label smoothing needs the means. All tensors have the shape (N, segment).
         """
         x = self.dropout(self.words(words) * math.sqrt(self.words.embedding_dim))
         for layer in self.layers:

@@ -11,12 +11,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.configs.language import GPTConfig, WordConfig
-from adahessian.lab.data.plain_text import PlainText, read_bytes, read_subwords
-from adahessian.lab.data.word_text import SOURCES, WordText, read_word_text
+from adahessian.lab.data.texts import SOURCES, Text, read_bytes, read_subwords, read_words
 from adahessian.lab.errors import ConfigError
-from adahessian.lab.models.adaptive_softmax import AdaptiveSoftmax
 from adahessian.lab.models.gpt import GPT
-from adahessian.lab.models.word_transformer import FullSoftmax, MultiLinearAttention, SoftmaxAttention, WordTransformer
+from adahessian.lab.models.word_transformer import (
+    AdaptiveSoftmax,
+    FullSoftmax,
+    MultiLinearAttention,
+    SoftmaxAttention,
+    WordTransformer,
+)
 from adahessian.lab.tasks.task import Env, Task
 from adahessian.lab.training.random_streams import random_stream
 
@@ -45,7 +49,7 @@ class SegmentTask(Task[Segments]):
     Each epoch cuts the training text anew, from an offset below the length of a segment, and shuffles the segments.
     """
 
-    def __init__(self, env: Env, texts: WordText | PlainText, *, length: int, batch_size: int) -> None:
+    def __init__(self, env: Env, texts: Text, *, length: int, batch_size: int) -> None:
         self.env, self.length, self.batch_size = env, length, batch_size
         self.train, self.valid, self.test = (text.to(env.device) for text in (texts.train, texts.valid, texts.test))
         self.steps_per_epoch = (len(self.train) - length) // (length * batch_size)
@@ -91,9 +95,9 @@ class WordTask(SegmentTask):
 
     def __init__(self, config: WordConfig, env: Env) -> None:
         self.config = config
-        text = read_word_text(SOURCES[config.text], env.data_dir)
+        text, words = read_words(SOURCES[config.text], env.data_dir)
         super().__init__(env, text, length=config.segment, batch_size=config.batch_size)
-        self.vocabulary = len(text.words)
+        self.vocabulary = len(words)
 
     def build_model(self) -> nn.Module:
         """Return a new network. Embeddings are tied to a full softmax."""

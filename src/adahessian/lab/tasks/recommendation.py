@@ -9,7 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.configs.recommendation import ClickConfig
-from adahessian.lab.data.criteo import find_log, read_log
+from adahessian.lab.data.criteo import read_log
+from adahessian.lab.data.files import find_file
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.dlrm import DLRM
 from adahessian.lab.tasks.metrics import click_scores
@@ -36,7 +37,7 @@ class ClickTask(Task[ClickBatch]):
 
     def __init__(self, config: ClickConfig, env: Env) -> None:
         self._config, self._env = config, env
-        self._log = read_log(find_log(config.file, env.data_dir))
+        self._log = read_log(find_file(env.data_dir, "criteo", config.file))
         self._validation = range(self._log.training_rows - config.holdout, self._log.training_rows)
         self._training_rows = self._validation.start
         if self._training_rows < 1:

@@ -68,13 +68,13 @@ class Translation(Task[PairBatch]):
     """Training on sentence pairs, validation by their loss, and a test by BLEU."""
 
     def __init__(self, config: TranslationConfig, env: Env) -> None:
-        from adahessian.lab.data.subwords import learn_subwords
+        from adahessian.lab.data.subwords import Subwords
 
         self.config, self.env, self.corpus = config, env, CORPORA[config.corpus]
         folder = env.data_dir / self.corpus.folder
         text = self.corpus.read(folder if folder.is_dir() else env.data_dir)
         sides = [text.training.source, text.training.target]
-        self.subwords = learn_subwords(sides, config.vocabulary, tokenized=self.corpus.tokenized)
+        self.subwords = Subwords(sides, config.vocabulary, tokenized=self.corpus.tokenized)
         self.training = TokenBatches(*self._encode(text.training, config.max_sentence), config.batch_size, env)
         self.validation = TokenBatches(*self._encode(text.validation), EVALUATED_TOKENS)
         self.test = TokenBatches(*self._encode(text.test), EVALUATED_TOKENS)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from adahessian.lab.configs.schedule import ScheduleConfig
+from adahessian.lab.configs.run import ScheduleConfig
 
 
 def lr_multiplier(step: int, schedule: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> float:
