@@ -27,14 +27,13 @@ def test_runs_reproduce_the_numbers_of_earlier_versions(name, tmp_path):
     options = {RENAMED.get(option, option): value for option, value in golden["overrides"].items()}
     result = train(task, optimizer, tmp_path, **options)
     before = {column: [epoch[column] for epoch in golden["epochs"]] for column in golden["epochs"][0]}
-    assert {column: result.curve[column] for column in ("step", "epoch", "lr")} == {
-        column: before.pop(column) for column in ("step", "epoch", "lr")
-    }
     assert golden["final"].keys() <= result.final.keys()
+    for column, values in before.items():
+        if column in ("step", "epoch", "lr"):
+            assert result.curve[column] == values
+        elif not name.startswith(AMPLIFIED):
+            assert result.curve[column] == pytest.approx(values, rel=1e-4), column
     if name.startswith(AMPLIFIED):
         assert result.curve["train_loss"][0] == pytest.approx(before["train_loss"][0], rel=1e-2)
     else:
-        assert {column: result.curve[column] for column in before} == {
-            column: pytest.approx(values, rel=1e-4) for column, values in before.items()
-        }
         assert {metric: result.final[metric] for metric in golden["final"]} == pytest.approx(golden["final"], rel=1e-4)

@@ -20,19 +20,11 @@ from adahessian.lab.training.optimizers import build_optimizer
 from adahessian.lab.training.schedules import Schedule
 from adahessian.lab.training.steps import make_step
 
-# Optimizers -------------------------------------------------------------------------------------------------------
-
+OPTIONS = {"weight_decay": 0.01, "betas": (0.8, 0.9), "eps": 0.1, "momentum": 0.7, "alpha": 0.8, "damping": 0.1}
 CONFIGS = {
-    "adahessian-kron": configs.AdaHessianKron(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9), damping=0.1),
-    "adahessian": configs.AdaHessian(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9), eps=0.1),
-    "sgd": configs.SGD(lr=0.5, weight_decay=0.01, momentum=0.7),
-    "adam": configs.Adam(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9), eps=0.1),
-    "adamw": configs.AdamW(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9), eps=0.1),
-    "adagrad": configs.Adagrad(lr=0.5, weight_decay=0.01, eps=0.1),
-    "rmsprop": configs.RMSprop(lr=0.5, weight_decay=0.01, alpha=0.8, eps=0.1, momentum=0.7),
-    "muon": configs.Muon(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9), momentum=0.7),
-    "soap": configs.SOAP(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9)),
-    "sophia": configs.Sophia(lr=0.5, weight_decay=0.01, betas=(0.8, 0.9)),
+    name: kind(lr=0.5, **{option: value for option, value in OPTIONS.items() if hasattr(kind, option)})
+    for name, kind in configs.OPTIMIZERS.items()
+    if name != "lbfgs"
 }
 
 
@@ -46,9 +38,8 @@ def build(config, model):
 def test_options_arrive(name):
     config = CONFIGS[name]
     group = build(config, nn.Linear(2, 2)).param_groups[0]
-    for option in ("lr", "weight_decay", "betas", "eps", "momentum", "alpha", "damping"):
-        if hasattr(config, option):
-            assert group[option] == getattr(config, option), option
+    arrived = {option: getattr(config, option) for option in ("lr", *OPTIONS) if hasattr(config, option)}
+    assert {option: group[option] for option in arrived} == arrived
 
 
 def test_options_of_curvature_arrive():
@@ -95,14 +86,9 @@ def test_gradients_are_clipped():
         build(configs.LBFGS(lr=1.0, clip_norm=0.5), model)
 
 
-# Schedules --------------------------------------------------------------------------------------------------------
-
-
-def make_schedule(*, higher_is_better=True, **options):
+def make_schedule(*, mode="max", **options):
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    config = ScheduleConfig(**options)
-    schedule = Schedule(optimizer, config, total_steps=40, steps_per_epoch=4, higher_is_better=higher_is_better)
-    return optimizer, schedule
+    return optimizer, Schedule(optimizer, ScheduleConfig(**options), 40, 4, mode=mode)
 
 
 def rates(steps, **options):
@@ -125,14 +111,14 @@ def test_schedules():
         assert [found[0], found[20], found[40]] == pytest.approx([1, 0.5, 0])
 
 
-@pytest.mark.parametrize("higher_is_better", [True, False])
-def test_plateau_as_torch_has_it(higher_is_better):
-    metrics = [1.0, 2.0, 2.0005, 2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
-    metrics = metrics if higher_is_better else [10 - metric for metric in metrics]
-    options = {"schedule": "plateau", "decay_factor": 0.5, "plateau_patience": 3}
-    optimizer, schedule = make_schedule(higher_is_better=higher_is_better, **options)
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_plateau_as_torch_has_it(mode):
+    metrics = [1.0, 2.0, 2.0005, 2.0, 2.0, 2.0, 2.0, *9 * [3.0]]
+    metrics = metrics if mode == "max" else [10 - metric for metric in metrics]
+    options = {"mode": mode, "schedule": "plateau", "decay_factor": 0.5, "plateau_patience": 3}
+    optimizer, schedule = make_schedule(**options)
     other = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = ReduceLROnPlateau(other, "max" if higher_is_better else "min", factor=0.5, patience=3, threshold=1e-3)
+    theirs = ReduceLROnPlateau(other, mode, factor=0.5, patience=3, threshold=1e-3)
     for metric in metrics:
         for _ in range(3):
             assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
@@ -141,14 +127,11 @@ def test_plateau_as_torch_has_it(higher_is_better):
         other.step()
         schedule.evaluated(metric)
         theirs.step(metric)
-        resumed = make_schedule(higher_is_better=higher_is_better, **options)
+        resumed = make_schedule(**options)
         resumed[0].load_state_dict(optimizer.state_dict())
         resumed[1].load_state_dict(schedule.state_dict())
         optimizer, schedule = resumed
     assert optimizer.param_groups[0]["lr"] < 0.5
-
-
-# Signals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -164,32 +147,22 @@ def test_a_signal_is_noted_once(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_second_ctrl_c_stops_at_once():
-    with Interrupts() as interrupts:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.requested
-
-
-def test_a_signal_in_the_middle_of_a_write_is_noted():
+def test_a_signal_in_the_middle_of_a_write_is_noted_and_a_second_ctrl_c_stops_at_once():
     def fail():
         raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
 
     with Interrupts(fail) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
-# Provenance -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A package in a git checkout of its own, and its commit."""
+def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("ADAHESSIAN_COMMIT", raising=False)
-    package = tmp_path / "src" / "package"
-    package.mkdir(parents=True)
+    package, installed = tmp_path / "src" / "package", tmp_path / "installed"
+    for folder in (package, installed):
+        folder.mkdir(parents=True)
     monkeypatch.setattr(provenance, "_PACKAGE", package)
 
     def git(*arguments):
@@ -202,25 +175,16 @@ def checkout(tmp_path, monkeypatch):
     git("init")
     git("add", ".")
     git("commit", "-m", "All")
-    return tmp_path, git("rev-parse", "HEAD")
-
-
-def test_the_commit_is_that_of_the_code(checkout, monkeypatch):
-    folder, newest = checkout
+    newest = git("rev-parse", "HEAD")
     assert provenance.commit() == newest
-    (folder / "results.json").write_text("2")
+    (tmp_path / "results.json").write_text("2")
     assert provenance.commit() == newest, "results do not change what is computed"
-    (folder / "src/package/__init__.py").write_text("changed = True")
+    (package / "__init__.py").write_text("changed = True")
     assert provenance.commit() == f"{newest}-dirty"
+    (installed / "__init__.py").write_text("")
+    monkeypatch.setattr(provenance, "_PACKAGE", installed)
+    assert provenance.commit() is None, "git does not track it"
+    monkeypatch.setenv("PATH", "")
+    assert provenance.commit() is None, "there is no git"
     monkeypatch.setenv("ADAHESSIAN_COMMIT", "abc")
     assert provenance.commit() == "abc"
-
-
-def test_code_that_git_does_not_track_has_no_commit(checkout, monkeypatch):
-    folder, _ = checkout
-    (folder / "installed").mkdir()
-    (folder / "installed" / "__init__.py").write_text("")
-    monkeypatch.setattr(provenance, "_PACKAGE", folder / "installed")
-    assert provenance.commit() is None
-    monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None

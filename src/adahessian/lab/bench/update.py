@@ -14,26 +14,19 @@ from torch.optim import Optimizer
 import adahessian
 from adahessian.lab.bench.memory import state_bytes
 from adahessian.lab.bench.whole_step import LABELS, Clock, Row, Timed, median_ratio, seconds
+from adahessian.lab.bench.workloads import GPT2
 from adahessian.lab.configs.optimizers import AdaHessian, AdaHessianKron, OptimizerConfig
-from adahessian.lab.models.gpt import GPT
 from adahessian.lab.training.optimizers import build_optimizer
 
 UPDATES = ("adamw", "muon", "adahessian", "adahessian-kron")
-GPT2: Callable[[], nn.Module] = partial(GPT, 12, 768, 12, 50257, 1024)
-_NEVER = 10**9
 
 
 def measure_update(
     labels: Sequence[str], build: Callable[[], nn.Module] = GPT2, *, clock: Clock, device: torch.device, seed: int = 0
 ) -> Iterator[Row]:
-    """Yield the row of AdamW, then one row per optimizer. All of them take turns on the same parameters.
+    """Yield the row of AdamW, then one row per optimizer out of UPDATES.
 
-    Args:
-        labels: Optimizers out of UPDATES. AdamW is measured in any case.
-        build: Makes the model whose parameters are updated. Its gradients are noise.
-        clock: Measures the time.
-        device: Where the parameters are.
-        seed: Seed of the parameters and gradients.
+    All of them take turns on the parameters of the model that ``build`` makes. Its gradients are noise.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,7 +58,7 @@ def measure_update(
 def _start(config: OptimizerConfig, model: nn.Module, seed: int) -> Optimizer:
     """Return an optimizer that has measured a quadratic, if it measures, and does not measure again."""
     if isinstance(config, (AdaHessian, AdaHessianKron)):
-        config = replace(config, curvature_every=_NEVER)
+        config = replace(config, curvature_every=10**9)
     optimizer = build_optimizer(config, model, seed=seed)
     if isinstance(optimizer, adahessian.AdaHessian):
         adahessian.Curvature(model, _quadratic, optimizer, compile=False).measure(torch.ones(4))

@@ -25,11 +25,11 @@ from adahessian.base.errors import first_line
 from adahessian.base.log import logger
 from adahessian.cuda_graphs import CapturedFunction, Memory
 from adahessian.lab.bench.memory import held, peak_mib, state_bytes
-from adahessian.lab.bench.workloads import Batch, LossFn, Workload
+from adahessian.lab.bench.workloads import Batch, Workload
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.configs.optimizers import OptimizerConfig
 from adahessian.lab.training.optimizers import build_optimizer, set_precision
-from adahessian.lab.training.steps import make_step
+from adahessian.lab.training.steps import LossFn, Step, make_step
 
 Mode = Literal["eager", "captured"]
 Row: TypeAlias = dict[str, Any]
@@ -38,38 +38,26 @@ LR = 1e-6  # so low that training on noise does not diverge
 BASELINE = "baseline"
 # AdaHessianKron refreshes its roots at each of the first measurements, and then at every third one.
 _FIRST, _EVERY_THIRD = 20, 3
-
-
-def _labels() -> dict[str, OptimizerConfig]:
-    rounded: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
-    kron = partial(configs.AdaHessianKron, curvature_warmup=_FIRST)
-    return {
-        "sgd": configs.SGD(lr=LR, momentum=0.9),
-        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("adam", "adamw", "adagrad", "rmsprop")},
-        **{name: configs.OPTIMIZERS[name](lr=LR) for name in ("muon", "soap", "sophia")},
-        "adahessian": configs.AdaHessian(lr=LR, block_size=32),
-        **{
-            f"adahessian/every-{every}": configs.AdaHessian(block_size=32, curvature_every=every, **rounded)
-            for every in (10, 20)
-        },
-        "adahessian-kron": kron(lr=LR),
-        **{f"adahessian-kron/every-{every}": kron(curvature_every=every, **rounded) for every in (10, 20)},
-        **{f"adahessian-kron/block-{size}": kron(block_size=size, **rounded) for size in (64, 1024)},
-    }
-
-
-LABELS = _labels()
-"""Optimizers and their settings, by the label of their row."""
+_PLAIN = ("adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
+_ROUNDED: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
+_kron = partial(configs.AdaHessianKron, curvature_warmup=_FIRST)
+# Optimizers and their settings, by the label of their row.
+LABELS: dict[str, OptimizerConfig] = {
+    "sgd": configs.SGD(lr=LR, momentum=0.9),
+    **{name: configs.OPTIMIZERS[name](lr=LR) for name in _PLAIN},
+    "adahessian": configs.AdaHessian(lr=LR, block_size=32),
+    **{f"adahessian/every-{n}": configs.AdaHessian(block_size=32, curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    "adahessian-kron": _kron(lr=LR),
+    **{f"adahessian-kron/every-{n}": _kron(curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    **{f"adahessian-kron/block-{n}": _kron(block_size=n, **_ROUNDED) for n in (64, 1024)},
+}
 
 
 class Timed(NamedTuple):
     """Something that takes steps."""
 
-    seconds: Callable[[int], float]
-    """Takes that many steps and returns their time."""
-
-    cycle: int = 1
-    """Number of steps after which the cost of a step repeats."""
+    seconds: Callable[[int], float]  # takes that many steps and returns their time
+    cycle: int = 1  # number of steps after which the cost of a step repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +65,7 @@ class Clock:
     """Measures the time of steps in rounds, in which all optimizers take turns."""
 
     rounds: int
-    min_seconds: float = 0.2
-    """Shortest time of each optimizer per round."""
+    min_seconds: float = 0.2  # of each optimizer per round, at least
 
     def in_rounds(self, timed: Mapping[str, Timed]) -> dict[str, list[float]]:
         """Return the seconds per step of optimizers that are warm, one value per round."""
@@ -136,9 +123,7 @@ class Training:
     model: nn.Module
     batch: Batch
     optimizer: Optimizer
-    step: Callable[[Batch], Tensor]
-    kind: str
-    """Whether the step is captured, compiled, partly so ("mixed"), or eager."""
+    step: Step
 
     def __call__(self) -> Tensor:
         """Take a step and return its loss."""
@@ -151,13 +136,8 @@ def measure_steps(
     """Yield one row per job, relative to the baseline of the same workload and mode.
 
     Every job trains in a process of its own, so that several can compile at the same time. Then all of them wait while
-    one takes its turn. If a job cannot be prepared, its row has an ``error`` instead of numbers.
-
-    Args:
-        jobs: What to measure. The BASELINE of a workload and mode comes before its other jobs.
-        clock: Measures the time.
-        at_once: Number of jobs that are prepared at the same time.
-        say: Called with a message when some jobs are ready.
+    one takes its turn. If a job cannot be prepared, its row has an ``error`` instead of numbers. The BASELINE of a
+    workload and mode comes before its other jobs. ``at_once`` jobs are prepared at the same time.
     """
     baselines: dict[Any, _Process] = {}
     with ExitStack() as until_the_end:
@@ -185,14 +165,8 @@ def _rows(members: Sequence[_Process], baseline: _Process, clock: Clock) -> Iter
             row |= {"step_ms": 1e3 * median(own), "round_ms": [1e3 * each for each in own]}
             row["ratio"] = median_ratio(own, times[BASELINE]) if BASELINE in times else None
             row["memory_ratio"] = row["peak_mib"] / reference if reference else None
-        yield {
-            "part": "steps",
-            "mode": job.mode,
-            "label": job.label,
-            "optimizer": job.config.title,
-            "config": asdict(job.config),
-            **row,
-        }
+        about = {"part": "steps", "mode": job.mode, "label": job.label, "optimizer": job.config.title}
+        yield {**about, "config": asdict(job.config), **row}
 
 
 class _Process:
@@ -253,19 +227,17 @@ def prepare(job: Job) -> tuple[Training, Row]:
     if job.device.type == "cuda":
         set_precision("tf32")
         torch.backends.cudnn.benchmark = True  # as `train` does
-        start(
-            job._replace(label="", mode="eager", config=configs.SGD(lr=LR))
-        )()  # so that one-time allocations do not count
-    before = held(job.device)
+        start(job._replace(label="", mode="eager", config=configs.SGD(lr=LR)))()  # one-time allocations do not count
+    captured = job.mode == "captured"
+    before = held(job.device, captured=captured)
     training = start(job)
     seconds(training, 2 * job.cycle + getattr(job.config, "curvature_warmup", 0))
-    run_cycle = partial(seconds, training, job.cycle)
-    peak = peak_mib(run_cycle, before, job.device, captured=job.mode == "captured")
+    peak = peak_mib(partial(seconds, training, job.cycle), before, job.device, captured=captured)
     if not math.isfinite(training().item()):
         raise ArithmeticError("The loss is not finite.")
     parameters = sum(param.numel() for param in training.model.parameters())
     return training, {
-        "step": training.kind,
+        "step": training.step.mode,
         "peak_mib": peak,
         "state_bytes_per_parameter": state_bytes(training.optimizer) / parameters,
         "parameters": parameters,
@@ -277,9 +249,9 @@ def start(job: Job) -> Training:
     model, batch = job.workload.build(job.device, job.seed)
     optimizer = build_optimizer(job.config, model, seed=job.seed)
     if job.label == BASELINE and job.mode == "captured" and job.device.type == "cuda":
-        return Training(model, batch, optimizer, _one_graph(model, job.workload.loss, optimizer, batch), "captured")
+        return Training(model, batch, optimizer, _one_graph(model, job.workload.loss, optimizer, batch))
     step = make_step(model, job.workload.loss, optimizer, job.config, compiled=job.mode == "captured")
-    return Training(model, batch, optimizer, step, step.mode)
+    return Training(model, batch, optimizer, step)
 
 
 @contextmanager
@@ -297,7 +269,7 @@ def _warnings() -> Iterator[list[str]]:
         found += [message for message in messages if not message.startswith("Compiling ")]
 
 
-def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Callable[[Batch], Tensor]:
+def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: Batch) -> Step:
     """Return a step whose compiled gradient and fused update are captured together as one CUDA graph.
 
     TrainingStep captures the gradient only, because schedules and hooks need an ordinary update.
@@ -317,4 +289,4 @@ def _one_graph(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, batch: B
         return loss.detach()
 
     captured = CapturedFunction(step, model, Memory())
-    return lambda _: captured.replay()
+    return Step(lambda _: captured.replay(), "captured")

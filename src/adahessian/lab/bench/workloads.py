@@ -17,7 +17,6 @@ from adahessian.lab.models.lstm import LSTM
 from adahessian.lab.models.resnet import ResNet
 
 Batch: TypeAlias = tuple[Tensor, ...]
-LossFn: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -37,14 +36,10 @@ class Workload:
     """A network, the size of its batch and the optimizer that people train it with."""
 
     baseline: Literal["sgd", "adamw"]
-    """Optimizer that all others are compared with."""
-
     model: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
-    """Draws a batch of so many examples."""
-
+    batch: Callable[[int], Batch]  # draws so many examples
     batch_size: int
-    loss: LossFn = mean_loss
+    loss: Callable[[nn.Module, Batch], Tensor] = mean_loss
     needs_gpu: bool = False
 
     def build(self, device: torch.device, seed: int) -> tuple[nn.Module, Batch]:
@@ -59,41 +54,31 @@ class Workload:
         return model, batch
 
 
-def _images(batch_size: int, *, channels: int = 3, size: int = 32) -> Batch:
-    return torch.randn(batch_size, channels, size, size), torch.randint(10, (batch_size,))
+def _images(size: int, batch_size: int) -> Batch:
+    return torch.randn(batch_size, 3, size, size), torch.randint(10, (batch_size,))
 
 
-def _tokens(batch_size: int, *, vocabulary: int, length: int) -> Batch:
+def _tokens(vocabulary: int, length: int, batch_size: int) -> Batch:
     tokens = torch.randint(vocabulary, (batch_size, length + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+GPT2: Callable[[], nn.Module] = partial(GPT, 12, 768, 12, 50257, 1024)
 WORKLOADS: dict[str, Workload] = {
-    "digits": Workload(
-        baseline="sgd",
-        model=partial(ResNet, 8),
-        batch=partial(_images, size=8),
-        batch_size=64,
-    ),
-    "resnet20": Workload(baseline="sgd", model=partial(ResNet, 20), batch=_images, batch_size=256),
+    "digits": Workload(baseline="sgd", model=partial(ResNet, 8), batch=partial(_images, 8), batch_size=64),
+    "resnet20": Workload(baseline="sgd", model=partial(ResNet, 20), batch=partial(_images, 32), batch_size=256),
     "gpt": Workload(
-        baseline="adamw",
-        model=partial(GPT, 6, 512, 8, 8192, 256),
-        batch=partial(_tokens, vocabulary=8192, length=256),
-        batch_size=32,
+        baseline="adamw", model=partial(GPT, 6, 512, 8, 8192, 256), batch=partial(_tokens, 8192, 256), batch_size=32
     ),
     "gpt2-124m": Workload(
         baseline="adamw",
-        model=partial(GPT, 12, 768, 12, 50257, 1024),
-        batch=partial(_tokens, vocabulary=50257, length=1024),
+        model=GPT2,
+        batch=partial(_tokens, 50257, 1024),
         batch_size=32,
         loss=bfloat16_loss,
         needs_gpu=True,
     ),
     "lstm": Workload(
-        baseline="adamw",
-        model=partial(LSTM, 2, 256, 2048),
-        batch=partial(_tokens, vocabulary=2048, length=64),
-        batch_size=32,
+        baseline="adamw", model=partial(LSTM, 2, 256, 2048), batch=partial(_tokens, 2048, 64), batch_size=32
     ),
 }

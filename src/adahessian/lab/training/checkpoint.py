@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
 
 from adahessian.lab.errors import CheckpointError, RunExistsError
 from adahessian.lab.training.atomic_files import atomic_write
@@ -18,56 +17,27 @@ from adahessian.lab.training.atomic_files import atomic_write
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint or weights atomically."""
-    # Through memory, because torch.save reports a full disk as an internal error.
-    buffer = io.BytesIO()
+    buffer = io.BytesIO()  # torch.save into a file reports a full disk as an internal error
     torch.save(content, buffer)
     with atomic_write(path) as file:
         file.write(buffer.getbuffer())
 
 
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint, which holds tensors and plain values only and cannot execute code.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
+    """Read a checkpoint, which holds tensors and plain values only and cannot execute code."""
     try:
         content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged or not a checkpoint"
         raise CheckpointError(
-            f"{path} cannot be read: {reason}. Restore it, or start over with --overwrite."
+            f"{path} cannot be read: {reason}. Restore it, or pass --overwrite to start over."
         ) from error
     return content
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's own generators, on the CPU and on the device."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Set the states of torch's own generators."""
-    torch.set_rng_state(states["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of a model's parameters and buffers."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder. The lock ends with the process, however it ends.
-
-    Raises:
-        RunExistsError: If another process holds it.
-    """
+    """Keep other processes out of a run's folder. The lock ends with the process, however it ends."""
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+
+Value = TypeVar("Value")
 
 
 @contextmanager
@@ -46,11 +49,6 @@ def replicate(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Return whether the flag is set on any rank."""
-    return flag if world_size() == 1 else bool(all_reduce_sum(torch.tensor(float(flag), device=device)).item())
-
-
 def all_reduce_sum(value: Tensor) -> Tensor:
     """Return the sum over all ranks."""
     if world_size() > 1:
@@ -59,23 +57,17 @@ def all_reduce_sum(value: Tensor) -> Tensor:
     return value
 
 
-def broadcast_metrics(metrics: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the metrics of rank 0, so that all ranks decide alike."""
-    if world_size() == 1:
-        return metrics
-    values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device)
-    distributed.broadcast(values, 0)
-    return dict(zip(metrics, values.tolist(), strict=True))
+def all_gather(value: Value) -> list[Value]:
+    """Return the values of all ranks. Tensors in them are on the CPU."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        distributed.all_gather_object(values, value)
+    return values
 
 
-def all_gather(tensors: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
-    """Return the tensors of all ranks. They have the same shapes everywhere."""
-    if world_size() == 1:
-        return [dict(tensors)]
-    gathered: list[dict[str, Tensor]] = [{} for _ in range(world_size())]
-    for name, tensor in tensors.items():
-        parts = [torch.empty_like(tensor, device=device) for _ in gathered]
-        distributed.all_gather(parts, tensor.to(device))
-        for of_rank, part in zip(gathered, parts, strict=True):
-            of_rank[name] = part.cpu()
-    return gathered
+def from_rank_0(value: Value) -> Value:
+    """Return the value of rank 0, so that all ranks decide alike."""
+    values = [value]
+    if world_size() > 1:
+        distributed.broadcast_object_list(values, 0)
+    return values[0]

@@ -19,10 +19,9 @@ def effective_precision(session: Session, device: torch.device) -> str:
 
 def identity(run: Run | RunResult, precision: str, processes: int) -> dict[str, Any]:
     """Return what distinguishes a run from others, as it comes out of a file."""
-    config = run.config if isinstance(run.config, dict) else json.loads(json.dumps(as_json(run.config)))
-    groups = [config, *(config[name] for name in ("task", "optimizer", "schedule"))]
-    options = {name: value for group in groups for name, value in group.items() if name not in NOT_IDENTITY}
-    named = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value not in groups}
+    config = json.loads(json.dumps(run.config if isinstance(run.config, dict) else as_json(run.config)))
+    options = {**config.pop("task"), **config.pop("optimizer"), **config.pop("schedule"), **config}
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items() if name not in NOT_IDENTITY}
     own = {"task": run.task, "optimizer": run.optimizer, "seed": run.seed}
     return {**own, "precision": precision, "processes": processes, **named}
 

@@ -6,17 +6,13 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
 from typing import Any
 
 
 class Interrupts:
     """Context in which Ctrl-C, SIGTERM and SIGHUP only set :attr:`requested`, so that a run can stop between two steps.
 
-    A second Ctrl-C raises KeyboardInterrupt at once. SIGHUP stays ignored if it was, as under nohup.
-
-    Args:
-        on_request: Called at the first signal.
+    The first signal calls ``on_request``. A second Ctrl-C raises KeyboardInterrupt at once.
     """
 
     def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
@@ -25,22 +21,19 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+        if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:  # ignored under nohup
+            numbers.append(hangup)
         if threading.current_thread() is threading.main_thread():  # the only thread that may handle signals
-            numbers = [signal.SIGINT, signal.SIGTERM]
-            if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-                numbers.append(hangup)
-            for number in numbers:
-                self._before[number] = signal.signal(number, self._handle)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _: object) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.requested:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,59 +10,37 @@ from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adam import adam
 
-_MUON: dict[str, Any] = {
-    "ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C),
-    "ns_steps": DEFAULT_NS_STEPS,
-    "eps": EPS,
-    "nesterov": True,
-    "adjust_lr_fn": "match_rms_adamw",
-    "has_complex": False,
-}
+_NEWTON_SCHULZ = {"ns_coefficients": (DEFAULT_A, DEFAULT_B, DEFAULT_C), "ns_steps": DEFAULT_NS_STEPS, "eps": EPS}
+_MUON: dict[str, Any] = {**_NEWTON_SCHULZ, "nesterov": True, "adjust_lr_fn": "match_rms_adamw", "has_complex": False}
 _ADAMW: dict[str, Any] = {"decoupled_weight_decay": True, "amsgrad": False, "maximize": False, "eps": 1e-8}
 
 
 class Muon(Optimizer):
     """Update groups with ``is_matrix`` as torch.optim.Muon does, at AdamW's learning rate, and others as AdamW does.
 
-    Kernels are matrices of (out, in x kernel).
+    Kernels are matrices of (out, in x kernel). Groups take ``lr``, ``momentum``, ``betas`` and ``weight_decay``.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        lr: float,
-        *,
-        momentum: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "weight_decay": weight_decay})
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Take a step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             names = ("momentum_buffer",) if group["is_matrix"] else ("exp_avg", "exp_avg_sq")
             for param in params:
                 if not self.state[param]:
                     averages = {name: torch.zeros_like(param) for name in names}
-                    self.state[param].update(averages if group["is_matrix"] else {"step": torch.zeros(()), **averages})
+                    self.state[param] = averages if group["is_matrix"] else {"step": torch.zeros(()), **averages}
             update = self._update_matrices if group["is_matrix"] else self._update_others
-            update(params, [param.grad for param in params if param.grad is not None], group)
-        return loss
+            update(params, [param.grad for param in params], group)
 
     def _update_matrices(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        buffers = [self.state[param]["momentum_buffer"] for param in params]
         views = []
-        for tensors in zip(params, grads, buffers, strict=True):
+        for param, grad in zip(params, grads, strict=True):
             # Kernels may be stored channels-last. A matrix must be a view, and the order of its columns is free.
-            strides = tensors[0].stride()
+            strides = param.stride()
             order = sorted(range(1, len(strides)), key=lambda dim: -strides[dim])
+            tensors = (param, grad, self.state[param]["momentum_buffer"])
             views.append([each.permute(0, *order).flatten(1) for each in tensors])
         options = {name: group[name] for name in ("lr", "weight_decay", "momentum")}
         matrices, gradients, momenta = map(list, zip(*views, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -21,8 +22,10 @@ _PACKAGE = Path(__file__).parents[2]
 
 def provenance(seed: int | list[int]) -> dict[str, Any]:
     """Return command, commit, date, seed, hardware and versions of this process, as plain values."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name  # python -m
     return {
-        "command": _command(),
+        "command": shlex.join([name, *sys.argv[1:]]),
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seed": seed,
@@ -41,23 +44,16 @@ def provenance(seed: int | list[int]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of this package, with ``-dirty`` if its code was changed, or None outside of a git checkout.
+    """Return the commit of this package, with ``-dirty`` if its code was changed, or None if git does not track it.
 
-    The environment variable ``ADAHESSIAN_COMMIT`` overrides it, for machines that receive the files without their
-    history. A package that git does not track has no commit, even if its virtual environment lies in a checkout.
+    The environment variable ``ADAHESSIAN_COMMIT`` overrides it, for machines that receive the files without history.
     """
     if override := os.environ.get("ADAHESSIAN_COMMIT"):
         return override
-    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # a virtual environment may lie in a checkout
         return None
     newest = _git("rev-parse", "HEAD")
     return f"{newest}-dirty" if newest and _git("diff", "--stat", "HEAD", "--", str(_PACKAGE)) else newest
-
-
-def _command() -> str:
-    program = Path(sys.argv[0])
-    name = program.parent.name if program.name == "__main__.py" else program.name  # python -m
-    return shlex.join([name, *sys.argv[1:]])
 
 
 def _git(*arguments: str) -> str | None:
@@ -69,9 +65,6 @@ def _git(*arguments: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    information = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", information.read_text()) if information.exists() else None
+    return model[1] if model else platform.processor()

@@ -33,45 +33,34 @@ def lr_multiplier(step: int, schedule: ScheduleConfig, total_steps: int, steps_p
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer: LambdaLR per step, and on a plateau ReduceLROnPlateau per evaluation."""
+    """Sets the learning rates of an optimizer: LambdaLR per step, and ReduceLROnPlateau per evaluation."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        config: ScheduleConfig,
-        *,
-        total_steps: int,
-        steps_per_epoch: int,
-        higher_is_better: bool,
+        self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: int, *, mode: Any
     ) -> None:
         multiplier = partial(lr_multiplier, schedule=config, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        self._per_step = LambdaLR(optimizer, multiplier)
-        mode: Any = "max" if higher_is_better else "min"
-        options: dict[str, Any] = {"factor": config.decay_factor, "patience": config.plateau_patience}
-        is_plateau = config.schedule == "plateau"
-        self._plateau = ReduceLROnPlateau(optimizer, mode, **options, threshold=1e-3, eps=0) if is_plateau else None
+        self.per_step = LambdaLR(optimizer, multiplier)
+        patience: Any = config.plateau_patience if config.schedule == "plateau" else math.inf
+        self.plateau = ReduceLROnPlateau(optimizer, mode, config.decay_factor, patience, threshold=1e-3, eps=0)
 
     def step(self) -> None:
         """Set the learning rates of the next step."""
-        self._per_step.step()
+        self.per_step.step()
 
     def evaluated(self, metric: float) -> None:
         """Reduce the learning rates on a plateau of the metric."""
-        if self._plateau is None:
-            return
-        groups = self._plateau.optimizer.param_groups
+        groups = self.plateau.optimizer.param_groups
         before = [group["lr"] for group in groups]
-        self._plateau.step(metric)
+        self.plateau.step(metric)
         if before != [group["lr"] for group in groups]:
             # LambdaLR computes the next learning rates from these.
-            self._per_step.base_lrs = [lr * self._plateau.factor for lr in self._per_step.base_lrs]
+            self.per_step.base_lrs = [lr * self.plateau.factor for lr in self.per_step.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. The learning rates themselves are in the optimizer's."""
-        return {"per_step": self._per_step.state_dict(), "plateau": self._plateau and self._plateau.state_dict()}
+        return {name: scheduler.state_dict() for name, scheduler in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state."""
-        self._per_step.load_state_dict(state["per_step"])
-        if self._plateau is not None:
-            self._plateau.load_state_dict(state["plateau"])
+        for name, scheduler in vars(self).items():
+            scheduler.load_state_dict(state[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,86 +18,60 @@ from adahessian.lab.errors import ConfigError
 from adahessian.lab.training.optimizers import has_sparse_embeddings
 
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
-Mode: TypeAlias = Literal["captured", "compiled", "mixed", "eager"]
+Take: TypeAlias = Callable[[Any], Tensor]
+Mode: TypeAlias = Literal["captured", "compiled", "mixed", "eager"]  # mixed: parts of the step are eager
 
 
+@dataclass(frozen=True)
 class Step:
     """A function that takes one step for a batch and returns its loss, on the device."""
 
-    def __init__(self, take: Callable[[Any], Tensor], mode: Mode) -> None:
-        self._take = take
-        self.mode = mode
-        """Captured in CUDA graphs, compiled, partly so ("mixed"), or eager."""
+    take: Take
+    mode: Mode
 
     def __call__(self, batch: Any) -> Tensor:
         """Take one step and return the loss."""
-        return self._take(batch)
+        return self.take(batch)
 
 
 def make_step(
     model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, config: configs.OptimizerConfig, *, compiled: bool
 ) -> Step:
-    """Return the training step of an optimizer.
+    """Return the training step of the optimizer that ``config`` describes.
 
-    Args:
-        model: The model, wrapped in DistributedDataParallel if there are several processes.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss.
-        optimizer: The optimizer that ``config`` describes.
-        config: Options of curvature and clipping.
-        compiled: Compile derivatives and, on a GPU, capture them. DistributedDataParallel reduces gradients in
-            ``backward``, and sparse gradients change their size, so these gradients stay eager.
-
-    Raises:
-        ConfigError: If the optimizer does not support several processes.
+    ``compiled`` compiles derivatives and, on a GPU, captures them. DistributedDataParallel reduces gradients in
+    ``backward``, and sparse gradients change their size, so these gradients stay eager.
     """
-    is_replicated = isinstance(model, DistributedDataParallel)
+    is_replicated, is_lbfgs = isinstance(model, DistributedDataParallel), isinstance(optimizer, LBFGS)
     if is_replicated and isinstance(config, (configs.Sophia, configs.LBFGS)):
         raise ConfigError(f"{config.title} does not support several processes. Start one without torchrun.")
-    can_compile = compiled and not is_replicated and not has_sparse_embeddings(model)
+    can_compile = compiled and not (is_replicated or is_lbfgs or has_sparse_embeddings(model))
     mode: Mode = "captured" if next(model.parameters()).is_cuda else "compiled"
+    curvature = None
     if isinstance(config, (configs.AdaHessian, configs.AdaHessianKron)):
         assert isinstance(optimizer, adahessian.AdaHessian)
         dtype = torch.bfloat16 if config.product_dtype == "bfloat16" and compiled else None
         curvature = adahessian.Curvature(
             model, loss_fn, optimizer, batch_fraction=config.batch_fraction, compile=compiled, product_dtype=dtype
         )
+    if config.clip_norm is not None:
         _clip_before_step(optimizer, config.clip_norm)
-        if can_compile:
-            return Step(adahessian.TrainingStep(curvature), mode)
-        return Step(_eager(model, loss_fn, optimizer, curvature), "mixed" if compiled else "eager")
-    if isinstance(optimizer, LBFGS):
-        return Step(_with_closure(model, loss_fn, optimizer), "eager")
-    _clip_before_step(optimizer, config.clip_norm)
     if not can_compile:
-        take = _eager(model, loss_fn, optimizer)
+        take = _eager(model, loss_fn, optimizer, curvature)
+        mode = "mixed" if compiled and curvature is not None else "eager"
+    elif curvature is not None:
+        take = adahessian.TrainingStep(curvature)
     else:
         take = adahessian.TrainingStep(model, loss_fn, optimizer, compile=True)
     if isinstance(config, configs.Sophia):
-        take, mode = _with_graph_when_due(model, loss_fn, optimizer, config.curvature_every, take), "mixed"
-    return Step(take, mode if can_compile else "eager")
-
-
-def is_compiled(step: Step) -> bool:
-    """Return whether a step is compiled, except for parts that cannot be."""
-    return step.mode != "eager"
+        take = _with_graph_when_due(model, loss_fn, optimizer, config.curvature_every, take)
+        mode = "mixed" if can_compile else "eager"
+    return Step(take, mode)
 
 
 def _eager(
     model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, curvature: adahessian.Curvature[Any] | None = None
-) -> Callable[[Any], Tensor]:
-    def take(batch: Any) -> Tensor:
-        if curvature is not None:
-            curvature.measure(batch)
-        optimizer.zero_grad()
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return take
-
-
-def _with_closure(model: nn.Module, loss_fn: LossFn, optimizer: LBFGS) -> Callable[[Any], Tensor]:
+) -> Take:
     def take(batch: Any) -> Tensor:
         def closure() -> Any:
             optimizer.zero_grad()
@@ -104,16 +79,20 @@ def _with_closure(model: nn.Module, loss_fn: LossFn, optimizer: LBFGS) -> Callab
             loss.backward()
             return loss
 
-        first: Any = optimizer.step(closure)
-        loss: Tensor = first.detach()
-        return loss
+        if curvature is not None:
+            curvature.measure(batch)
+        if isinstance(optimizer, LBFGS):
+            loss: Any = optimizer.step(closure)
+        else:
+            loss = closure()
+            optimizer.step()
+        found: Tensor = loss.detach()
+        return found
 
     return take
 
 
-def _with_graph_when_due(
-    model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, every: int, take: Callable[[Any], Tensor]
-) -> Callable[[Any], Tensor]:
+def _with_graph_when_due(model: nn.Module, loss_fn: LossFn, optimizer: Optimizer, every: int, take: Take) -> Take:
     """Return Sophia's step, which differentiates the gradient's graph every few steps."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -131,10 +110,7 @@ def _with_graph_when_due(
     return take_with_graph
 
 
-def _clip_before_step(optimizer: Optimizer, clip_norm: float | None) -> None:
-    if clip_norm is None:
-        return
-
+def _clip_before_step(optimizer: Optimizer, clip_norm: float) -> None:
     def clip(of: Optimizer, *_: Any) -> None:
         params = [param for group in of.param_groups for param in group["params"]]
         # PyTorch cannot clip sparse gradients.
