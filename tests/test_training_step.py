@@ -34,14 +34,19 @@ class PretendedGraph:
 
     captured: list["PretendedGraph"]
 
-    def __init__(self, function, model, memory=None):
-        with buffers_restored(model), random_state_kept(model):
-            before = torch.get_rng_state()
-            self._function, self._result = function, function()
-            self.is_random = not torch.equal(before, torch.get_rng_state())
+    def __init__(self, function, model, memory=None, rehearse=True):
+        self._function, self._result, self.rehearse = function, None, rehearse
+        if rehearse:
+            with buffers_restored(model), random_state_kept(model):
+                before = torch.get_rng_state()
+                self._result = function()
+                self.is_random = not torch.equal(before, torch.get_rng_state())
         self.captured.append(self)
 
     def replay(self):
+        if not self.rehearse:  # it reads what an earlier graph has left, and leaves nothing
+            self._function()
+            return None
         for graph in self.captured:
             for tensor in graph.tensors(graph._result):
                 tensor.fill_(torch.nan)
@@ -402,8 +407,8 @@ def test_buffers_that_modules_replace_count_as_those_they_write_to(quick_compile
 
 def test_what_cannot_be_captured_runs_uncaptured_and_the_reason_is_logged_once(graphs, said, monkeypatch):
     class Failing(PretendedGraph):
-        def __init__(self, function, model, memory=None):
-            super().__init__(function, model, memory)
+        def __init__(self, function, model, memory=None, rehearse=True):
+            super().__init__(function, model, memory, rehearse)
             if function().loss if isinstance(self._result, Derivatives) else None:
                 raise CannotCapture("it waits")
 
@@ -411,6 +416,32 @@ def test_what_cannot_be_captured_runs_uncaptured_and_the_reason_is_logged_once(g
     options = {"batch_fraction": 0.5, "case": BATCH_NORM}
     assert_same(run(TrainingStep, **options), run(in_a_loop, **options))
     assert sum("it waits" in message for message in said.messages) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_update_of_kronecker_factors_is_captured_and_follows_a_schedule(
+    graphs, only_gradients_compiled, said, monkeypatch, fails
+):
+    class Graph(PretendedGraph):
+        def __init__(self, function, model, memory=None, rehearse=True):
+            if fails and not rehearse:
+                raise CannotCapture("it waits")
+            super().__init__(function, model, memory, rehearse)
+
+    def trained(make_step):
+        torch.manual_seed(0)
+        model = MLP.model(torch.float32)
+        optimizer = AdaHessianKron(model.parameters(), lr=0.01, curvature_every=2, curvature_warmup=0)
+        step = make_step(Curvature(model, MLP.loss, optimizer, compile=True, batch_fraction=0.5))
+        for number in range(6):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            step(MLP.batch(torch.float32, seed=number))
+        return [param.detach() for param in model.parameters()]
+
+    monkeypatch.setattr(training_step, "CapturedFunction", Graph)
+    torch.testing.assert_close(trained(TrainingStep), trained(in_a_loop), rtol=1e-4, atol=1e-5)
+    assert sum(not graph.rehearse for graph in graphs) == (not fails)
+    assert any("The update is not captured: it waits" in message for message in said.messages) == fails
 
 
 def test_batches_on_another_device_are_not_captured(graphs, monkeypatch):
