@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 # The files with tests that need a GPU. On other machines these tests are skipped or run on the CPU only.
-CUDA_TESTS := $(addprefix tests/,algorithm/test_fused.py hessian/test_engine.py test_training_step.py test_modes.py \
-	test_devices.py test_stacks_on_devices.py lab/test_bench.py)
+CUDA_TESTS := $(addprefix tests/,algorithm/test_fused.py hessian/test_attention.py hessian/test_engine.py \
+	test_training_step.py test_modes.py test_devices.py test_stacks_on_devices.py lab/test_bench.py)
 
 .PHONY: demo test test-cuda lint format bench docs clean
 

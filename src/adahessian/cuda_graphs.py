@@ -43,12 +43,9 @@ class CapturedFunction(Generic[Result]):
     replaces buffers of the model.
     """
 
-    is_random = False
-
     def __init__(self, function: Callable[[], Result], model: nn.Module, memory: Memory, rehearse: bool = True) -> None:
         with autocast_cache_disabled():
-            if rehearse:
-                self._rehearse(function, model, memory.stream)
+            self.is_random = rehearse and self._rehearse(function, model, memory.stream)
             self._graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream()
             try:
@@ -66,7 +63,8 @@ class CapturedFunction(Generic[Result]):
         self._graph.replay()
         return self._result
 
-    def _rehearse(self, function: Callable[[], object], model: nn.Module, stream: torch.cuda.Stream) -> None:
+    def _rehearse(self, function: Callable[[], object], model: nn.Module, stream: torch.cuda.Stream) -> bool:
+        """Run a function, and return whether it draws random numbers. Replays then advance the device's generator."""
         with buffers_restored(model), random_state_kept(model):
             on_host, on_device = _host_random_states(), torch.cuda.get_rng_state()
             stream.wait_stream(torch.cuda.current_stream())
@@ -80,11 +78,12 @@ class CapturedFunction(Generic[Result]):
             finally:
                 # The side stream must finish writing to buffers before they are restored.
                 torch.cuda.current_stream().wait_stream(stream)
-            self.is_random = not torch.equal(on_device, torch.cuda.get_rng_state())  # replays advance it, too
+            is_random = not torch.equal(on_device, torch.cuda.get_rng_state())
             if on_host != _host_random_states():
                 raise CannotCapture("it draws random numbers on the host, which a graph would repeat")
             if list(map(id, buffers)) != list(map(id, model.buffers())):
                 raise CannotCapture("a module replaces a buffer by a new tensor instead of writing to it in place")
+            return is_random
 
 
 def cuda_device_of(model: nn.Module) -> torch.device | None:

@@ -130,13 +130,13 @@ class TrainingStep:
                 info_once("Nothing is captured, because CUDA graphs need the whole model on one CUDA device")
         curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
         key = self._seen.key(batch) if self._compiles or self._captures else None
-        with updates_compiled(self._compiles and self._captures):
+        is_captured = self._compiles and self._captures and key is not None
+        with updates_compiled(is_captured, self._capture_update):
             found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
             for param, gradient in zip(params, gradients, strict=True):
                 if param.grad is not gradient:
                     param.grad = gradient
-        with updates_compiled(self._compiles and self._captures, self._capture_update if found else None):
             self._optimizer.step()
         return loss.clone()  # a copy, because the next step overwrites a captured loss
 
@@ -161,12 +161,8 @@ class TrainingStep:
         with torch.cuda.device(self._device):
             if self._has_moved():
                 self._graphs, self._memory = {}, Memory()
-            kind = (
-                key,
-                tuple(map(id, params)),
-                tuple([module.training for module in self._modules]),
-                (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-            )
+            autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+            kind = key, tuple(map(id, params)), tuple([module.training for module in self._modules]), autocast
             try:
                 if kind not in self._graphs:
                     self._graphs[kind] = _Graphs(self, key, batch, params)

@@ -169,3 +169,18 @@ def test_threads_leave_torchs_function_as_it_was():
         thread.join()
     assert inside.broken
     assert F.scaled_dot_product_attention is before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA's autocast casts in softmax itself")
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "cross_entropy"])
+def test_softmax_of_half_precision_has_tangents_of_its_own_dtype(name):
+    targets = (torch.zeros(3, dtype=torch.long, device="cuda"),) if name == "cross_entropy" else (-1,)
+
+    def loss(weight):
+        with torch.autocast("cuda", torch.bfloat16):
+            return getattr(F, name)(torch.ones(3, 4, device="cuda") @ weight, *targets).square().sum()
+
+    weight = torch.randn(4, 5, device="cuda")
+    with plain_attention():
+        product = jvp(grad(loss), (weight,), (torch.ones_like(weight),))[1]
+    assert product.dtype == torch.float32

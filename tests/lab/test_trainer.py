@@ -58,7 +58,7 @@ def stop(*arguments, **options):
 )
 def test_every_family_and_optimizer_resumes_in_the_same_bits(task, optimizer, options, tmp_path):
     write_data(task, tmp_path)
-    options = {**SMALL[task], **options}
+    options = {**SMALL.get(task, {}), **options}
     whole = train(task, optimizer, tmp_path, name="whole", **options)
     middle = int(whole.curve["step"][0]) + 1  # within the second epoch
     stop(task, optimizer, tmp_path, name="stopped", stop_after_steps=middle, **options)

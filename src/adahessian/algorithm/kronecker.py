@@ -238,9 +238,6 @@ def rotation_for(shape: tuple[int, ...], block_size: int, kind: str, groups: int
     A kernel, (out, in / groups, ...), has a matrix (out / groups, in / groups x kernel) for each of its groups. So has
     a ``"transposed"`` kernel, (in, out / groups, ...). A ``"stack"``, (members, rows, ...), has a matrix for each of
     its members. The rows of a ``"table"`` have no neighbours and get a diagonal.
-
-    >>> rotation_for((6, 2, 3, 3), 256, "kernel", 2).stored["left_factor"]
-    (2, 3, 3)
     """
     if len(shape) < 2 or 0 in shape:
         return Rotation(shape, Vector(math.prod(shape)))
@@ -462,11 +459,7 @@ def take_rotated_steps(
     group: dict[str, Any],
     gather: Gather | None = None,
 ) -> None:
-    r"""Take the step of this number, or with one number per parameter if it is a tensor, in place.
-
-    .. math::
-        m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad \theta \leftarrow (1 - \eta \lambda) \theta - \eta \, c \, u
-    """
+    """Take the step of this number, or with one number per parameter if it is a tensor, in place."""
     lr, beta1 = group["lr"], float(group["betas"][0])
     if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
         lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)

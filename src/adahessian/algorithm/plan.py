@@ -194,9 +194,6 @@ class Bucket:
             self._take_step(self._count("step"))
             return
         counts = self._count("step").tolist()
-        if counts.count(counts[0]) == len(counts):
-            self._take_step(counts[0])
-            return
         # Parameters that sometimes have no gradient have taken fewer steps, which changes their bias correction.
         for count in sorted(set(counts)):
             self.select(tuple(i for i, own in enumerate(counts) if own == count), state)._take_step(count)

@@ -276,8 +276,6 @@ def shape_for(shape: tuple[int, ...], averaging: AveragingName, block_size: int,
     {'hessian_rms': (16, 3, 1, 1)}
     >>> shape_for((4, 10), "auto", 4).stored
     {'hessian_rms': (4, 3)}
-    >>> shape_for((4, 10), "factored", 1).stored
-    {'hessian_row': (4, 1), 'hessian_column': (1, 10)}
     """
     rank = len(shape)
     stacked = shape if parts == 1 else (parts, *shape)

@@ -1,32 +1,47 @@
-"""Attention in plain operations, which torch.func can differentiate twice under autocast."""
+"""Attention and softmax in plain operations, which torch.func can differentiate twice under autocast."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 _lock = threading.RLock()
+_SOFTMAXES = ("softmax", "log_softmax", "cross_entropy")
 
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Replace ``F.scaled_dot_product_attention`` with :func:`attention`, for one thread at a time.
+    """Replace ``F.scaled_dot_product_attention`` with :func:`attention`, and cast for softmax, in one thread at a time.
 
-    PyTorch's math kernel mixes dtypes when ``torch.func`` differentiates it under autocast.
+    PyTorch's math kernel mixes dtypes when ``torch.func`` differentiates it under autocast. So does a softmax that
+    casts to float32 itself, as under CUDA's autocast.
     """
     with _lock:
-        original = F.scaled_dot_product_attention
+        originals = {name: getattr(F, name) for name in ("scaled_dot_product_attention", *_SOFTMAXES)}
+        vars(F).update({name: _cast_first(originals[name]) for name in _SOFTMAXES})
         F.scaled_dot_product_attention = attention
         try:
             yield
         finally:
-            F.scaled_dot_product_attention = original
+            vars(F).update(originals)
+
+
+def _cast_first(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cast the first argument as CUDA's autocast does."""
+
+    def cast(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.is_cuda and torch.is_autocast_enabled("cuda"):
+            input = input.to(torch.promote_types(input.dtype, torch.float32))
+        return function(input, *args, **kwargs)
+
+    return cast
 
 
 def attention(
@@ -48,7 +63,7 @@ def attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    # PyTorch's softmax of bfloat16 to float32, as under CUDA's autocast, has tangents of mixed dtypes.
+    # Softmax itself would cast under CUDA's autocast.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if is_causal:
         attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
