@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from adahessian.lab.configs import find_preset
-from adahessian.lab.tasks import load_task
-from adahessian.lab.tasks.task import Env, Task
+from adahessian.lab.tasks.task import Env, Task, load_task
 
 _MODEL = {"layers": 1, "width": 16, "feed_forward": 16}
 _TRANSLATION = {**_MODEL, "batch_size": 128, "heads": 2, "vocabulary": 300, "beam_size": 2}
@@ -24,9 +23,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "cifar10-resnet20": {"batch_size": 4, "depth": 8},
     "image-folder-resnet18": {"batch_size": 4, "image_size": 16, "workers": 0},
     "imagenet-resnet18": {"batch_size": 4, "image_size": 32, "workers": 0},
-    **dict.fromkeys(["multi30k-de-en", "iwslt14-de-en", "wmt14-en-de", "tatoeba-de-en"], _TRANSLATION),
-    **dict.fromkeys(["ptb-tensorized", "ptb-transformer"], _WORDS),
-    **dict.fromkeys(["wikitext2-tensorized", "wikitext103-tensorized"], _WORDS),
+    **dict.fromkeys(["multi30k-de-en", "iwslt14-de-en", "wmt14-en-de"], _TRANSLATION),
+    **dict.fromkeys(["ptb-tensorized", "wikitext103-tensorized"], _WORDS),
     "gpt-chars": _GPT,
     "gpt-novels": {**_GPT, "vocabulary": 300},
     **dict.fromkeys([f"glue-{name}" for name in ("rte", "mrpc", "stsb", "sst2", "qnli", "qqp", "mnli")], _GLUE),

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from adahessian.lab.configs.translation import TranslationConfig
 from adahessian.lab.data.token_batches import END, PADDING, START
-from adahessian.lab.models.beam_search import beam_search
-from adahessian.lab.models.transformer import Decoding, Transformer
+from adahessian.lab.models.transformer import Decoding, Transformer, beam_search
 from adahessian.lab.training.random_streams import random_stream
 
 VOCABULARY = 6
@@ -57,12 +57,11 @@ def plain_beam_search(logits_of, limit, beam_size, penalty):
 @pytest.mark.parametrize("beam_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("penalty", [0.6, 1.5])
 def test_it_is_the_search_of_its_definition(beam_size, penalty):
-    found, scores = search(LIMITS, range(8), beam_size, penalty)
+    found = search(LIMITS, range(8), beam_size, penalty)
     for source, limit in enumerate(LIMITS):
         logits_of = lambda said, source=source: drawn_logits(source, said)  # noqa: E731
         assert found[source] == plain_beam_search(logits_of, limit, beam_size, penalty)
-        alone = search([limit], [source], beam_size, penalty)
-        assert alone == ([found[source]], pytest.approx([scores[source]], abs=1e-6))
+        assert search([limit], [source], beam_size, penalty) == [found[source]]
     assert len(set(map(len, found))) > 2
 
 
@@ -70,9 +69,9 @@ def test_it_is_the_search_of_its_definition(beam_size, penalty):
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_it_decodes_with_a_transformer(beam_size):
     torch.manual_seed(50)
-    model = Transformer(VOCABULARY, layers=1, width=16, feed_forward=32, heads=2).eval()
+    model = Transformer(VOCABULARY, TranslationConfig(layers=1, width=16, feed_forward=32, heads=2)).eval()
     source = torch.tensor([[3, 4, 5, END], [5, 5, END, PADDING], [4, END, PADDING, PADDING], [5, 3, 4, END]])
-    found, _ = beam_search(Decoding(model, source), torch.full((4,), 9), beam_size=beam_size, length_penalty=1.0)
+    found = beam_search(Decoding(model, source), torch.full((4,), 9), beam_size=beam_size, length_penalty=1.0)
     for row, sentence in zip(source, found, strict=True):
         logits_of = lambda said, row=row: model(row[None], torch.tensor([said]))[0, -1]  # noqa: E731
         assert sentence == plain_beam_search(logits_of, 9, beam_size, 1.0)

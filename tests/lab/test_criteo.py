@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from adahessian.lab.data import criteo
-from adahessian.lab.data.criteo import read_log
+from adahessian.lab.data.criteo import examples, read_log
 from adahessian.lab.errors import DataError
 
 # Two rows as published: with empty and negative numbers, and with empty categories.
@@ -38,7 +38,7 @@ def write(folder, lines, end="\n"):
 
 
 def test_the_published_format_can_be_read(tmp_path):
-    numbers, buckets, labels = read_log(write(tmp_path, [FIRST, SECOND] * 7)).examples(0, 2, hash_size=1000)
+    numbers, buckets, labels = examples(read_log(write(tmp_path, [FIRST, SECOND] * 7))[0][:2], hash_size=1000)
     assert labels.tolist() == [0.0, 1.0]
     expected = [1, 1, 5, 0, 1382, 4, 15, 2, 181, 1, 2, 0, 2]
     torch.testing.assert_close(numbers, torch.tensor([expected, [0] * 12 + [7]]).add(1.0).log())
@@ -52,9 +52,10 @@ def test_the_published_format_can_be_read(tmp_path):
 @pytest.mark.parametrize("rows", [7, 13, 14, 500])
 def test_rows_keep_their_order_and_the_last_seventh_is_the_test_day(tmp_path, monkeypatch, rows, end):
     monkeypatch.setattr(criteo, "_BYTES_AT_ONCE", 1000)
-    log = read_log(write(tmp_path, [FIRST.replace("\t1382\t", f"\t{number}\t") for number in range(rows)], end))
-    assert log.rows[:, 5].tolist() == list(range(rows))
-    assert log.training_rows == math.ceil(rows * 6 / 7)
+    path = write(tmp_path, [FIRST.replace("\t1382\t", f"\t{number}\t") for number in range(rows)], end)
+    training, test = (part[:, 5].tolist() for part in read_log(path))
+    assert training + test == list(range(rows))
+    assert len(training) == math.ceil(rows * 6 / 7)
 
 
 @pytest.mark.parametrize(
@@ -84,21 +85,21 @@ def test_a_log_is_too_short(tmp_path):
 def test_a_log_is_converted_once_and_then_mapped(tmp_path, cache, conversions):
     path = write(tmp_path, [FIRST, SECOND] * 10)
     first, second = read_log(path), read_log(path)
-    assert isinstance(second.rows, np.memmap)
-    assert np.array_equal(first.rows, second.rows)
+    assert isinstance(second[0], np.memmap)
+    assert np.array_equal(first[0], second[0])
     assert len(conversions) == len(list(cache.iterdir())) == 1
-    assert read_log(write(tmp_path, [*[FIRST] * 8, "1" + FIRST[1:]])).rows[-1, 0] == 1
+    assert read_log(write(tmp_path, [*[FIRST] * 8, "1" + FIRST[1:]]))[1][-1, 0] == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "pickle"])
 def test_a_damaged_cache_is_replaced(tmp_path, cache, conversions, damage):
     path = write(tmp_path, [FIRST, SECOND] * 10)
-    rows = np.array(read_log(path).rows)
+    rows = np.array(read_log(path)[0])
     (cached,) = cache.iterdir()
     if damage == "pickle":
         np.save(cached, np.array([{}], dtype=object), allow_pickle=True)
     else:
         cached.write_bytes(cached.read_bytes()[:-100] if damage == "truncated" else b"")
-    assert np.array_equal(read_log(path).rows, rows)
+    assert np.array_equal(read_log(path)[0], rows)
     assert len(conversions) == 2
     assert list(cache.iterdir()) == [cached]

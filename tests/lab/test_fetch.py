@@ -89,7 +89,7 @@ def test_every_task_has_a_source(tmp_path, capsys):
     for name, preset in PRESETS.items():
         assert bool(downloads_of(name) or instructions_of(name)) != preset.needs_no_data
         assert all(published.url.startswith("https://") for published in downloads_of(name))
-    assert [each.folder for each in downloads_of("ptb-transformer")] == ["ptb"] * 3
+    assert [each.folder for each in downloads_of("ptb-tensorized")] == ["ptb"] * 3
     assert "MRPC" in instructions_of("glue-mrpc")
     assert "squeezebert" in instructions_of("glue-rte")
     fetch.main(["criteo-dlrm", "--data-dir", str(tmp_path)])

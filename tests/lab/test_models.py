@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.func import hessian, jacrev, vmap
 
-from adahessian.lab.models.dlrm import DLRM
+from adahessian.lab.configs.recommendation import ClickConfig
+from adahessian.lab.configs.translation import TranslationConfig
 from adahessian.lab.models.gpt import GPT
-from adahessian.lab.models.mlp import LaplacianMLP
 from adahessian.lab.models.resnet import ResNet, ResNet18
 from adahessian.lab.models.transformer import Transformer
+from adahessian.lab.tasks.recommendation import DLRM
+from adahessian.lab.tasks.science import LaplacianMLP
 
 
 def test_networks_have_their_published_sizes():
@@ -17,8 +19,8 @@ def test_networks_have_their_published_sizes():
         (ResNet(20), 269_722),
         (ResNet(32), 464_154),
         (ResNet18(), 11_689_512),
-        (DLRM(1000, 16, (512, 256, 64), (512, 256)), 891_985),
-        (Transformer(100), 31_596_544),
+        (DLRM(ClickConfig(hash_size=999)), 891_985),
+        (Transformer(100, TranslationConfig()), 31_596_544),
     ):
         assert sum(param.numel() for param in model.parameters()) == size
 
@@ -36,12 +38,12 @@ def test_the_first_logits_of_resnet20_are_close_together():
 
 
 def test_dlrm_has_a_table_per_column_with_sparse_gradients():
-    model = DLRM(numbers=3, columns=4, categories=5, width=2, bottom=(6,), top=(7,))
-    numbers, categories = torch.rand(2, 3), torch.randint(5, (2, 4))
+    model = DLRM(ClickConfig(hash_size=4, embedding_width=2, bottom_layers=(6,), top_layers=(7,)))
+    numbers, categories = torch.rand(2, 13), torch.randint(5, (2, 26))
     dense = model.bottom(numbers)
     tables = model.embeddings.weight.split(5)
     rows = [dense, *(F.embedding(categories[:, column], table) for column, table in enumerate(tables))]
-    products = [(rows[i] * rows[j]).sum(1) for i in range(5) for j in range(i)]
+    products = [(rows[i] * rows[j]).sum(1) for i in range(27) for j in range(i)]
     expected = model.top(torch.cat([dense, torch.stack(products, 1)], 1)).squeeze(1)
     logits = model(numbers, categories)
     torch.testing.assert_close(logits, expected)

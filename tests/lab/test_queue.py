@@ -53,10 +53,10 @@ def test_every_seed_is_a_run_and_finished_runs_are_skipped(tmp_path, write, capf
 
 def test_other_runs_go_on_after_a_failure(tmp_path, write, capfd):
     with pytest.raises(LabError, match="1 runs"):
-        queue.main([*write("ptb-transformer --device cpu", SHORT), "--data-dir", str(tmp_path)])
+        queue.main([*write("ptb-tensorized --device cpu", SHORT), "--data-dir", str(tmp_path)])
     assert finished(tmp_path) == ["sgd_epochs=1_seed-1"]
     printed = capfd.readouterr().out
-    assert "failed    ptb-transformer" in printed
+    assert "failed    ptb-tensorized" in printed
     assert "ptb.train.txt" in printed
     assert "are left" not in printed
 

@@ -2,16 +2,17 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from adahessian.lab.configs.translation import TranslationConfig
 from adahessian.lab.data.token_batches import END, PADDING, START
 from adahessian.lab.models.transformer import Decoding, Transformer
 
 VOCABULARY = 20
-SIZES = {"layers": 2, "width": 16, "feed_forward": 24, "heads": 2}
+CONFIG = TranslationConfig(layers=2, width=16, feed_forward=24, heads=2)
 
 
 @pytest.fixture
 def model():
-    return Transformer(VOCABULARY, **SIZES).double().eval()
+    return Transformer(VOCABULARY, CONFIG).double().eval()
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
-import pytest
 import torch
 from torch import nn
 
+from adahessian.lab.configs.language import WordConfig
 from adahessian.lab.models import word_transformer as networks
 
 SEGMENT, WIDTH, RANK, WORDS = 5, 8, 3, 11
-ATTENTIONS = {
-    "tensorized": lambda: networks.MultiLinearAttention(SEGMENT, WIDTH, RANK),
-    "ordinary": lambda: networks.SoftmaxAttention(SEGMENT, WIDTH, RANK, 2),
-}
 
 
 def in_float64(module):
@@ -22,7 +18,7 @@ def test_multi_linear_attention_is_its_definition():
     attention = in_float64(networks.MultiLinearAttention(SEGMENT, WIDTH, RANK))
     x = torch.randn(2, SEGMENT, WIDTH, dtype=torch.float64)
     query, key, value = attention.qkv(x).chunk(3, -1)
-    places = attention.positions()
+    places = attention.positions(attention.sinusoids)
     expected = torch.zeros(2, SEGMENT, SEGMENT, SEGMENT, dtype=torch.float64)
     for i in range(SEGMENT):
         for j in range(i + 1):
@@ -32,11 +28,9 @@ def test_multi_linear_attention_is_its_definition():
     torch.testing.assert_close(attention(x), attention.out(expected.flatten(2)))
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_outputs_are_log_probabilities_and_causal(attention):
-    sizes = {"layers": 2, "width": WIDTH, "feed_forward": 13, "vocabulary": WORDS, "dropout": 0.3}
-    parts = {"make_attention": ATTENTIONS[attention], "softmax": networks.FullSoftmax(WIDTH, WORDS)}
-    model = in_float64(networks.WordTransformer(**sizes, **parts)).eval()
+def test_outputs_are_log_probabilities_and_causal():
+    config = WordConfig(layers=2, width=WIDTH, feed_forward=13, head_width=RANK, segment=SEGMENT)
+    model = in_float64(networks.WordTransformer(WORDS, config)).eval()
     assert model.words.weight is model.softmax.weight
     words = torch.randint(WORDS, (3, SEGMENT))
     each = torch.stack([model(words, torch.full_like(words, word))[0] for word in range(WORDS)])

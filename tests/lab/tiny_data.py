@@ -66,12 +66,6 @@ def write_multi30k(folder: Path) -> None:
         (folder / f"{part}.en").write_text("".join(" ".join(row[::-1]) + "\n" for row in rows))
 
 
-def write_tatoeba(folder: Path) -> None:
-    """One file of English sentences, German ones and who wrote them."""
-    pairs = [f"{' '.join(row[::-1])} .\t{' '.join(row)} .\tsomebody" for row in german_sentences(200, 0)]
-    (folder / "deu.txt").write_text("\n".join(pairs) + "\n")
-
-
 def german_sentences(count: int, seed: int) -> list[list[str]]:
     """Sentences of two words to thirteen."""
     generator = torch.Generator().manual_seed(seed)
@@ -81,15 +75,16 @@ def german_sentences(count: int, seed: int) -> list[list[str]]:
     ]
 
 
-def _write_words(folder: Path, name: str) -> None:
-    """A file for each part, with a sentence per line."""
+def _write_text(name: str, words: str, line: str, folder: Path) -> None:
+    """A file for each part, with lines of eight words."""
     drawn = random.Random(0)
     for part, lines in (("train", 60), ("valid", 10), ("test", 10)):
-        text = [" ".join(drawn.choices(["the", "cat", "sat", "<unk>", "N", "mat"], k=8)) for _ in range(lines)]
-        (folder / name.format(part)).write_text("".join(f" {line} \n" for line in text))
+        text = [line.format(" ".join(drawn.choices(words.split(), k=8))) for _ in range(lines)]
+        (folder / name.format(part)).write_text("".join(text))
 
 
-write_ptb = partial(_write_words, name="ptb.{}.txt")
+write_ptb = partial(_write_text, "ptb.{}.txt", "the cat sat <unk> N mat", " {} \n")
+write_novels = partial(_write_text, "{}.txt", "the sea was calm, Zoë said", "{}.\n")
 
 
 def write_wikitext103(folder: Path) -> None:
@@ -97,14 +92,6 @@ def write_wikitext103(folder: Path) -> None:
     many = " ".join(f"w{i}" for i in range(60_100))
     for part in ("train", "valid", "test"):
         (folder / f"wiki.{part}.tokens").write_text(f" <unk> {many if part == 'train' else 'w1 w2 w3 w4'} \n")
-
-
-def write_novels(folder: Path) -> None:
-    """Plain text: some lines of words per part, with letters beyond ASCII."""
-    drawn = random.Random(1)
-    for part, lines in (("train", 60), ("valid", 8), ("test", 8)):
-        text = [" ".join(drawn.choices(["the", "sea", "was", "calm,", "Zoë", "said"], k=8)) for _ in range(lines)]
-        (folder / f"{part}.txt").write_text("".join(f"{line}.\n" for line in text))
 
 
 GLUE_WORDS = ("a", "b", "c", "d", "e", "f", "g", "h", "good", "bad", "fine", "poor")
@@ -186,9 +173,7 @@ WRITERS: dict[str, Callable[[Path], None] | None] = {
     **dict.fromkeys(("cifar10-resnet20", "cifar10-resnet32"), write_cifar10),
     **dict.fromkeys(("image-folder-resnet18", "imagenet-resnet18"), write_image_folder),
     **dict.fromkeys(("multi30k-de-en", "iwslt14-de-en", "wmt14-en-de"), write_multi30k),
-    "tatoeba-de-en": write_tatoeba,
-    **dict.fromkeys(("ptb-tensorized", "ptb-transformer"), write_ptb),
-    "wikitext2-tensorized": partial(_write_words, name="wiki.{}.tokens"),
+    "ptb-tensorized": write_ptb,
     "wikitext103-tensorized": write_wikitext103,
     **dict.fromkeys(("gpt-chars", "gpt-novels"), write_novels),
     **dict.fromkeys(("glue-sst2", "minilm-sst2"), write_sst2),

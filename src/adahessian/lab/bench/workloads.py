@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from adahessian.lab.models.gpt import GPT
-from adahessian.lab.models.lstm import LSTM
+from adahessian.lab.models.gpt import GPT, LSTM
 from adahessian.lab.models.resnet import ResNet
 
 Batch: TypeAlias = tuple[Tensor, ...]

@@ -10,7 +10,7 @@ import tyro
 from tyro.conf import Positional
 
 from adahessian.lab.configs import find_preset
-from adahessian.lab.data.sources import downloads_of, instructions_of
+from adahessian.lab.data.sources import download, downloads_of, instructions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,6 @@ def main(argv: Sequence[str]) -> None:
     if preset.needs_no_data:
         print(f"{preset.name} needs no data.")
     for published in downloads_of(preset.name):
-        from adahessian.lab.data.download import download
-
         is_new = download(published, options.data_dir)
         print(f"{published.url}: {'downloaded' if is_new else 'exists already'}", flush=True)
     if instructions := instructions_of(preset.name):

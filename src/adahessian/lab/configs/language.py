@@ -18,11 +18,10 @@ class WordConfig(WithValidation):
     validation_metric: ClassVar[Metric] = replace(metric, name="valid_perplexity", title="validation perplexity")
 
     batch_size: int = 60  # Segments per batch, over all processes.
-    text: Literal["ptb", "wikitext2", "wikitext103"] = "ptb"  # Text to learn from.
-    attention: Literal["tensorized", "ordinary"] = "tensorized"  # Multi-linear attention, or softmax attention.
+    text: Literal["ptb", "wikitext103"] = "ptb"  # Text to learn from.
     layers: Count = 3  # Layers.
     width: Count = 256  # Size of a word's embedding.
-    head_width: Count = 40  # Size of an attention head. Tensorized attention has one head.
+    head_width: Count = 40  # Size of the attention head.
     feed_forward: Count = 2100  # Hidden units of a feed-forward network.
     segment: Count = 32  # Words per segment. Segments do not see each other.
     dropout: BelowOne = 0.3  # Dropout of activations.
@@ -68,42 +67,29 @@ def _words(task: WordConfig, *, adahessian_lr: float = 2.0) -> Configs:
 
 
 _NOTES = """
+    The published code never applies its mask, so words see the words they predict. This implementation is causal.
+    Do not compare it with the paper's perplexities.
+
     train_perplexity is that of the tested weights. The training loss contains dropout and label smoothing.
 
     The schedule after the warm-up is ours, because the paper does not give it. So are the learning rates of SGD (the
     best of three for a small network), Adam, Adagrad and RMSprop (not searched).
     """
-_TENSORIZED_NOTES = f"""
-    The published code never applies its mask, so words see the words they predict. This implementation is causal.
-    Do not compare it with the paper's perplexities.
-    {_NOTES}"""
 _PTB = "ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb."
-_WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-"
+_WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-103."
 
 
-@preset("ptb-tensorized", "tensorized transformer on Penn Treebank", _PTB, _TENSORIZED_NOTES)
+@preset("ptb-tensorized", "tensorized transformer on Penn Treebank", _PTB, _NOTES)
 def ptb_tensorized() -> Configs:
     """Embeddings are tied to the softmax. AdamW's learning rate is that of the tensorized transformer's scripts."""
     return _words(WordConfig())
 
 
-@preset("wikitext103-tensorized", "tensorized transformer on WikiText-103", f"{_WIKITEXT}103.", _TENSORIZED_NOTES)
+@preset("wikitext103-tensorized", "tensorized transformer on WikiText-103", _WIKITEXT, _NOTES)
 def wikitext103_tensorized() -> Configs:
     """The softmax is adaptive, and embeddings are not tied. A batch has 10 GB of logits."""
     task = WordConfig(text="wikitext103", batch_size=120, layers=6, segment=80, softmax="adaptive")
     return _words(task, adahessian_lr=1.0)
-
-
-@preset("wikitext2-tensorized", "tensorized transformer on WikiText-2", f"{_WIKITEXT}2.", _TENSORIZED_NOTES)
-def wikitext2_tensorized() -> Configs:
-    """Not in the paper. The settings are those of ptb-tensorized."""
-    return _words(WordConfig(text="wikitext2"))
-
-
-@preset("ptb-transformer", "ordinary Transformer on Penn Treebank", _PTB, _NOTES)
-def ptb_transformer() -> Configs:
-    """Not in the paper: ptb-tensorized with softmax attention of 4 heads."""
-    return _words(WordConfig(attention="ordinary", head_width=64))
 
 
 def _gpt(task: GPTConfig, *, adamw_lr: float, sgd_lr: float, steps: int, warmup: int, eval_every: int) -> Configs:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,8 @@ from torch import Tensor
 from adahessian.lab.errors import DataError
 from adahessian.lab.training.atomic_files import atomic_write
 
+Rows: TypeAlias = npt.NDArray[np.uint32]
+
 NUMBERS, CATEGORIES = 13, 26
 # As in DLRM's own scripts, the rows of a log count as seven days of the same length.
 DAYS = 7
@@ -26,38 +27,32 @@ _COLUMNS = 1 + NUMBERS + CATEGORIES + 1
 _BYTES_AT_ONCE = 1 << 22
 
 
-@dataclass(frozen=True)
-class ClickLog:
-    """The rows of a log, in its order."""
+def examples(rows: Rows, hash_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``log(max(x, 0) + 1)`` of the numbers, buckets of the categories and float labels of some rows of a log.
 
-    rows: npt.NDArray[np.uint32]
-
-    @property
-    def training_rows(self) -> int:
-        """Rows of the first six days."""
-        return len(self.rows) - len(self.rows) // DAYS
-
-    def examples(self, begin: int, end: int, hash_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return consecutive rows: ``log(max(x, 0) + 1)`` of the numbers, buckets of the categories, float labels.
-
-        The bucket of a category is its value modulo ``hash_size``. Empty categories have one more bucket, the last.
-        """
-        rows = torch.from_numpy(self.rows[begin:end].astype(np.int64))
-        labels, numbers, values, empty = rows.split([1, NUMBERS, CATEGORIES, 1], dim=1)
-        is_empty = (empty >> torch.arange(CATEGORIES)) & 1
-        buckets = torch.where(is_empty.bool(), hash_size, values % hash_size)
-        return numbers.float().log1p(), buckets, labels.squeeze(1).float()
+    The bucket of a category is its value modulo ``hash_size``. Empty categories have one more bucket, the last.
+    """
+    columns = torch.from_numpy(rows.astype(np.int64))
+    labels, numbers, values, empty = columns.split([1, NUMBERS, CATEGORIES, 1], dim=1)
+    is_empty = (empty >> torch.arange(CATEGORIES)) & 1
+    buckets = torch.where(is_empty.bool(), hash_size, values % hash_size)
+    return numbers.float().log1p(), buckets, labels.squeeze(1).float()
 
 
-def read_log(path: Path) -> ClickLog:
-    """Map a log into memory. The first time, its 164 bytes per row are written to the user's cache folder."""
+def read_log(path: Path) -> tuple[Rows, Rows]:
+    """Map the rows of the first six days and of the last day into memory.
+
+    The first time, 164 bytes per row are written to the user's cache folder.
+    """
     cached = user_cache_path("adahessian") / f"criteo-{_digest(path)}.npy"
     try:
-        return ClickLog(np.load(cached, mmap_mode="r"))
+        rows = np.load(cached, mmap_mode="r")
     except (OSError, ValueError, EOFError):  # it is missing or damaged
         with atomic_write(cached) as file:
             _convert(path, file)
-    return ClickLog(np.load(cached, mmap_mode="r"))
+        rows = np.load(cached, mmap_mode="r")
+    training_rows = len(rows) - len(rows) // DAYS
+    return rows[:training_rows], rows[training_rows:]
 
 
 def _digest(path: Path) -> str:

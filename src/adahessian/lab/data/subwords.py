@@ -14,10 +14,7 @@ from platformdirs import user_cache_path
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from adahessian.lab.data.token_batches import END, PADDING, START
 from adahessian.lab.training.atomic_files import atomic_write
-
-RESERVED = 1 + max(PADDING, START, END)
 
 # Subwords stay within a word of tokenized text, and within a word or a punctuation mark of plain text.
 WORDS, WORDS_AND_PUNCTUATION = r" ?\S+", r" ?[^\s\p{P}]+| ?\p{P}"
@@ -28,36 +25,13 @@ CHUNK = 100_000
 _log = logging.getLogger(__name__)
 
 
-class Subwords:
-    """Subwords that two languages share, which map any text to token numbers and back.
-
-    The first numbers are reserved for padding, start and end, which no text contains. The size includes them. A small
-    text gives fewer subwords. ``tokenized`` text has spaces between all words and punctuation marks.
-    """
-
-    def __init__(self, texts: Sequence[Sequence[str]], size: int, *, tokenized: bool) -> None:
-        sentences = [sentence for side in texts for sentence in side]
-        self._tokenizer = learn_bpe(sentences, size - RESERVED, WORDS if tokenized else WORDS_AND_PUNCTUATION)
-
-    def __len__(self) -> int:
-        return RESERVED + int(self._tokenizer.get_vocab_size())
-
-    def encode(self, sentences: Sequence[str]) -> list[list[int]]:
-        """Return the token numbers of each sentence."""
-        encodings = self._tokenizer.encode_batch_fast(sentences)
-        return [[RESERVED + number for number in encoding.ids] for encoding in encodings]
-
-    def decode(self, sentences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sentence, without reserved numbers."""
-        numbers = [[token - RESERVED for token in sentence if token >= RESERVED] for sentence in sentences]
-        return [" ".join(text.split()) for text in self._tokenizer.decode_batch(numbers)]
-
-
 def learn_bpe(lines: Sequence[str], size: int, words: str | None = None) -> Tokenizer:
-    """Learn byte-pair encoding, or load what was learned from the same text before.
+    """Learn byte-pair encoding, or load what was learned from the same text before. A small text gives fewer subwords.
 
-    Without a pattern of ``words``, GPT-2's is used. With one, the first word of a line is the same token as elsewhere.
+    Without a pattern of ``words``, GPT-2's is used. With one, the first word of a line is the same token as elsewhere,
+    and the first numbers are those of :mod:`.token_batches` for padding, start and end, which no text contains.
     """
+    special = ["<padding>", "<start>", "<end>"] if words else []
 
     def learn() -> bytes:
         tokenizer = Tokenizer(models.BPE())
@@ -68,11 +42,15 @@ def learn_bpe(lines: Sequence[str], size: int, words: str | None = None) -> Toke
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+        )
         tokenizer.train_from_iterator(lines, trainer)
         return tokenizer.to_str().encode()
 
-    return Tokenizer.from_buffer(_cached("subwords", repr((size, words)), lines, learn))
+    tokenizer = Tokenizer.from_buffer(_cached("subwords", repr((size, words, special)), lines, learn))
+    tokenizer.encode_special_tokens = True  # as any other text
+    return tokenizer
 
 
 def encode(tokenizer: Tokenizer, lines: Sequence[str]) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,12 @@ from torch import Tensor
 from adahessian.lab.data.files import find_file, read_lines
 from adahessian.lab.errors import DataError
 
-PARTS = ("train", "valid", "test")
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(NamedTuple):
     """The parts of a text, each as one row of token numbers."""
 
     train: Tensor
@@ -43,7 +42,6 @@ class WordSource:
 
 SOURCES = {
     "ptb": WordSource("ptb", "ptb.{}.txt", (929_589, 73_760, 82_430), 10_000),
-    "wikitext2": WordSource("wikitext-2", "wiki.{}.tokens", (2_088_628, 217_646, 245_569), 33_278),
     "wikitext103": WordSource("wikitext-103", "wiki.{}.tokens", (103_227_021, 217_646, 245_569), 267_735),
 }
 
@@ -61,12 +59,12 @@ def read_words(source: WordSource, data_dir: Path) -> tuple[Text, list[str]]:
         raise DataError(f"{train} does not contain {UNKNOWN}. Use the published version with rare words replaced.")
     words = [word for word, _ in counts.most_common()]
     numbers = {word: number for number, word in enumerate(words)}
-    parts = {part: _numbered(train.with_name(source.file_name.format(part)), numbers) for part in PARTS}
-    found = tuple(map(len, parts.values())), len(words)
+    text = Text(*(_numbered(train.with_name(source.file_name.format(part)), numbers) for part in Text._fields))
+    found = tuple(map(len, text)), len(words)
     if found != (published := (source.tokens, source.vocabulary)):
         message = "%s has %s words (%d different) instead of %s (%d), so perplexities cannot be compared."
         _log.warning(message, train.parent, *found, *published)
-    return Text(**parts), words
+    return text, words
 
 
 def _lines(path: Path) -> Iterator[list[str]]:
@@ -86,7 +84,8 @@ def _numbered(path: Path, numbers: dict[str, int]) -> Tensor:
 
 def read_bytes(data_dir: Path) -> Text:
     """Read a text as bytes: ``train*.txt``, ``valid*.txt`` and ``test*.txt``, or all text files in folders so named."""
-    return Text(**{part: torch.frombuffer(bytearray(_content(data_dir, part)), dtype=torch.uint8) for part in PARTS})
+    contents = (_content(data_dir, part) for part in Text._fields)
+    return Text(*(torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents))
 
 
 def read_subwords(data_dir: Path, vocabulary: int) -> Text:
@@ -94,15 +93,15 @@ def read_subwords(data_dir: Path, vocabulary: int) -> Text:
     # Words and bytes need no package.
     from adahessian.lab.data.subwords import encode, learn_bpe
 
-    lines = {}
-    for part in PARTS:
+    lines = []
+    for part in Text._fields:
         try:
-            lines[part] = _content(data_dir, part).decode().splitlines(keepends=True)
+            lines.append(_content(data_dir, part).decode().splitlines(keepends=True))
         except UnicodeDecodeError as error:
             problem = f"{part} in {data_dir} is not UTF-8 ({error})"
             raise DataError(f"{problem}. Convert it, or pass --tokens bytes.") from error
-    tokenizer = learn_bpe(lines["train"], vocabulary)
-    return Text(**{part: encode(tokenizer, lines[part]) for part in PARTS})
+    tokenizer = learn_bpe(lines[0], vocabulary)
+    return Text(*(encode(tokenizer, part) for part in lines))
 
 
 def _content(data_dir: Path, part: str) -> bytes:

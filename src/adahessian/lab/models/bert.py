@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -63,8 +63,7 @@ def load_classifier(folder: Path, outputs: int, dropout: float) -> nn.Module:
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=config.initializer_range)
             nn.init.zeros_(layer.bias)
-    classifier: nn.Module = model
-    return classifier
+    return cast(nn.Module, model)
 
 
 def _load_config(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""A GPT: a pre-norm, causal Transformer whose output layer is its embedding."""
+"""Language models over tokens: a GPT, and an LSTM to benchmark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model. Dropout follows the embeddings and each part of a layer."""
+    """A pre-norm, causal Transformer whose output layer is its embedding, with dropout after each part of a layer."""
 
     def __init__(
         self, layers: int, width: int, heads: int, vocabulary: int, context: int, dropout: float = 0.0
@@ -57,4 +57,19 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class LSTM(nn.Module):
+    """Embedding, LSTM layers and a linear head."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.recurrent = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens of shape (N, T) to logits of shape (N, T, vocabulary)."""
+        logits: Tensor = self.head(self.recurrent(self.tokens(tokens))[0])
         return logits

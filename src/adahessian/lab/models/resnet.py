@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.errors import ConfigError
 
-Shortcut = Literal["pad", "project"]
-
 
 class Block(nn.Module):
     """Two convolutions and a shortcut, which pads with zero channels (option A) or projects (option B)."""
 
-    def __init__(self, width_in: int, width: int, shortcut: Shortcut) -> None:
+    def __init__(self, width_in: int, width: int, project: bool) -> None:
         super().__init__()
         stride = 1 if width_in == width else 2  # a block that widens also halves height and width
         self.conv1 = nn.Conv2d(width_in, width, 3, stride=stride, padding=1, bias=False)
@@ -25,7 +22,7 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(width)
         self.new_channels = width - width_in
         self.projection = nn.Sequential()
-        if self.new_channels and shortcut == "project":
+        if self.new_channels and project:
             self.projection.extend([nn.Conv2d(width_in, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,14 +39,12 @@ class Block(nn.Module):
 class _Stages(nn.Module):
     """A first convolution, stages of blocks, the mean over all pixels and a linear layer. A stage doubles the width."""
 
-    def __init__(
-        self, conv: nn.Conv2d, pool: nn.Module, shortcut: Shortcut, stages: int, blocks: int, classes: int
-    ) -> None:
+    def __init__(self, conv: nn.Conv2d, pool: nn.Module, project: bool, stages: int, blocks: int, classes: int) -> None:
         super().__init__()
         self.conv, self.pool, self.norm = conv, pool, nn.BatchNorm2d(conv.out_channels)
         widths = [conv.out_channels * 2**stage for stage in range(stages) for _ in range(blocks)]
         pairs = pairwise([conv.out_channels, *widths])
-        self.blocks = nn.Sequential(*(Block(width_in, width, shortcut) for width_in, width in pairs))
+        self.blocks = nn.Sequential(*(Block(*sizes, project) for sizes in pairs))
         self.head = nn.Linear(widths[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -73,7 +68,7 @@ class ResNet(_Stages):
         if depth < 8 or (depth - 2) % 6:
             raise ConfigError(f"--depth {depth} is invalid. Pass 6 n + 2, such as 20 or 32.")
         conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        super().__init__(conv, nn.Identity(), "pad", stages=3, blocks=(depth - 2) // 6, classes=classes)
+        super().__init__(conv, nn.Identity(), project=False, stages=3, blocks=(depth - 2) // 6, classes=classes)
 
 
 class ResNet18(_Stages):
@@ -86,4 +81,4 @@ class ResNet18(_Stages):
     def __init__(self, classes: int = 1000, *, small_images: bool = False, width: int = 64) -> None:
         kernel, stride, pool = (3, 1, nn.Identity()) if small_images else (7, 2, nn.MaxPool2d(3, stride=2, padding=1))
         conv = nn.Conv2d(3, width, kernel, stride=stride, padding=kernel // 2, bias=False)
-        super().__init__(conv, pool, "project", stages=4, blocks=2, classes=classes)
+        super().__init__(conv, pool, project=True, stages=4, blocks=2, classes=classes)

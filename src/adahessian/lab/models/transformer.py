@@ -1,4 +1,4 @@
-"""A pre-norm Transformer for translation, with one matrix for all embeddings."""
+"""A pre-norm Transformer for translation, with one matrix for all embeddings, and its beam search."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from adahessian.lab.data.token_batches import PADDING
+from adahessian.lab.configs.translation import TranslationConfig
+from adahessian.lab.data.token_batches import END, PADDING, START
 from adahessian.lab.errors import ConfigError
 
 KeysValues = tuple[Tensor, Tensor]
-Dropouts = tuple[float, float, float]
 
 
 class Attention(nn.Module):
     """Attention of one sequence to another or to itself."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        width, self.heads, self.dropout = config.width, config.heads, config.attention_dropout
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         # Query, key and value start as if they were one matrix.
         for layer, gain in ((self.query, 2**-0.5), (self.key, 2**-0.5), (self.value, 2**-0.5), (self.out, 1.0)):
@@ -49,25 +49,22 @@ class Attention(nn.Module):
 class FeedForward(nn.Sequential):
     """Two layers with a ReLU between them."""
 
-    def __init__(self, width: int, hidden: int, dropout: float) -> None:
-        up, down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        super().__init__(up, nn.ReLU(), nn.Dropout(dropout), down)
+    def __init__(self, config: TranslationConfig) -> None:
+        up, down = nn.Linear(config.width, config.feed_forward), nn.Linear(config.feed_forward, config.width)
+        super().__init__(up, nn.ReLU(), nn.Dropout(config.activation_dropout), down)
         for layer in (up, down):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward network, each with layer norm before it and a residual connection.
+    """Self-attention and a feed-forward network, each with layer norm before it and a residual connection."""
 
-    ``dropouts`` are for the outputs of both, the attention weights and the hidden units.
-    """
-
-    def __init__(self, width: int, hidden: int, heads: int, dropouts: Dropouts) -> None:
+    def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
-        self.norm2, self.feed_forward = nn.LayerNorm(width), FeedForward(width, hidden, dropouts[2])
-        self.dropout = nn.Dropout(dropouts[0])
+        self.norm1, self.attention = nn.LayerNorm(config.width), Attention(config)
+        self.norm2, self.feed_forward = nn.LayerNorm(config.width), FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Map activations of shape (N, S, width) to the same shape."""
@@ -80,12 +77,12 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the source and a feed-forward network, each as in the encoder."""
 
-    def __init__(self, width: int, hidden: int, heads: int, dropouts: Dropouts) -> None:
+    def __init__(self, config: TranslationConfig) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
-        self.norm2, self.source_attention = nn.LayerNorm(width), Attention(width, heads, dropouts[1])
-        self.norm3, self.feed_forward = nn.LayerNorm(width), FeedForward(width, hidden, dropouts[2])
-        self.dropout = nn.Dropout(dropouts[0])
+        self.norm1, self.attention = nn.LayerNorm(config.width), Attention(config)
+        self.norm2, self.source_attention = nn.LayerNorm(config.width), Attention(config)
+        self.norm3, self.feed_forward = nn.LayerNorm(config.width), FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, source: KeysValues, mask: Tensor, past: KeysValues | None = None
@@ -103,35 +100,26 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """An encoder that reads a sentence and a causal decoder that generates its translation."""
 
-    def __init__(
-        self,
-        vocabulary: int,
-        *,
-        layers: int = 6,
-        width: int = 512,
-        feed_forward: int = 1024,
-        heads: int = 4,
-        dropout: float = 0.3,
-        attention_dropout: float = 0.1,
-        activation_dropout: float = 0.1,
-    ) -> None:
+    def __init__(self, vocabulary: int, config: TranslationConfig) -> None:
         super().__init__()
-        if width % (2 * heads):
-            raise ConfigError(f"--width {width} is invalid. Pass a multiple of {2 * heads}, twice the number of heads.")
-        dropouts = dropout, attention_dropout, activation_dropout
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.encoder = nn.ModuleList(EncoderLayer(width, feed_forward, heads, dropouts) for _ in range(layers))
-        self.encoder_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(DecoderLayer(width, feed_forward, heads, dropouts) for _ in range(layers))
-        self.decoder_norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
+        if config.width % (least := 2 * config.heads):
+            raise ConfigError(f"--width {config.width} is invalid. Pass a multiple of {least}, twice --heads.")
+        self.tokens = nn.Embedding(vocabulary, config.width)
+        self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.layers))
+        self.encoder_norm = nn.LayerNorm(config.width)
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.decoder_norm = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
         # Embeddings are scaled by the root of the width, the output layer is not.
-        nn.init.normal_(self.tokens.weight, std=width**-0.5)
+        nn.init.normal_(self.tokens.weight, std=config.width**-0.5)
 
     def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """Embed tokens of shape (N, T), the first of which has the position ``first``."""
+        """Embed tokens of shape (N, T), the first of which has the position ``first``, and add sines and cosines."""
         scaled = self.tokens(tokens) * math.sqrt(self.tokens.embedding_dim)
-        embedded: Tensor = self.dropout(scaled + sinusoids(first, tokens.shape[1], scaled))
+        half = self.tokens.embedding_dim // 2
+        rates = torch.exp(torch.arange(half, device=tokens.device) * (-math.log(10_000) / max(1, half - 1)))
+        angles = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(1) * rates
+        embedded: Tensor = self.dropout(scaled + torch.cat([angles.sin(), angles.cos()], 1).to(scaled.dtype))
         return embedded
 
     def encode(self, source: Tensor) -> tuple[list[KeysValues], Tensor]:
@@ -186,9 +174,52 @@ class Decoding:
         return self.model.logits(x).squeeze(1)
 
 
-def sinusoids(first: int, length: int, like: Tensor) -> Tensor:
-    """Return sines and cosines of the positions ``first``, ``first + 1``, ..., of shape (length, width)."""
-    half = like.shape[-1] // 2
-    rates = torch.exp(torch.arange(half, device=like.device) * (-math.log(10_000) / max(1, half - 1)))
-    angles = torch.arange(first, first + length, device=like.device).unsqueeze(1) * rates
-    return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
+def beam_search(decoder: Decoding, limits: Tensor, *, beam_size: int, length_penalty: float) -> list[list[int]]:
+    """Return the best sentence for each source, without its end.
+
+    The score of a sentence is the sum of its tokens' log-probabilities over ``n ** length_penalty``, with n tokens
+    including the end. The search for a source stops when ``beam_size`` of its sentences have ended. ``limits`` holds
+    the longest sentence for each source, including its end.
+    """
+    sources, device = len(limits), limits.device
+    decoder.repeat(beam_size)
+    first_rows = (torch.arange(sources, device=device) * beam_size).unsqueeze(1)
+    ranks = torch.arange(2 * beam_size, device=device)
+    said = torch.full((sources * beam_size, 1), START, device=device)
+    # All rows of a beam start alike, so only the first one counts.
+    scores = torch.full((sources, beam_size), -torch.inf, device=device)
+    scores[:, 0] = 0
+    best_scores = torch.full((sources,), -torch.inf, device=device)
+    best = torch.full((sources, int(limits.max()) + 1), PADDING, device=device)
+    ended = torch.zeros(sources, dtype=torch.long, device=device)
+
+    for length in range(1, best.shape[1]):
+        logs = decoder.step(said[:, -1]).float().log_softmax(-1)
+        logs[:, [PADDING, START]] = -torch.inf
+        at_limit = (limits <= length).repeat_interleave(beam_size)
+        words = torch.arange(logs.shape[1], device=device) != END
+        logs = logs.masked_fill(at_limit.unsqueeze(1) & words, -torch.inf)
+
+        # A row has one way to end, so half of the candidates at most are ends.
+        candidates = (scores.unsqueeze(2) + logs.unflatten(0, (sources, beam_size))).flatten(1)
+        scores, picked = candidates.topk(min(2 * beam_size, candidates.shape[1]), dim=1)
+        rows, tokens = first_rows + picked // logs.shape[1], picked % logs.shape[1]
+
+        ends = tokens == END
+        # An end counts only among the best of the beam, as a word does.
+        counted = ends & (ranks[: ends.shape[1]] < beam_size) & (scores > -torch.inf) & (ended < beam_size).unsqueeze(1)
+        found, place = (scores / length**length_penalty).masked_fill(~counted, -torch.inf).max(1)
+        better = found > best_scores
+        best_scores = torch.where(better, found, best_scores)
+        sentence = torch.full_like(best, PADDING)
+        sentence[:, :length] = said[rows.gather(1, place.unsqueeze(1)).squeeze(1)]
+        best = torch.where(better.unsqueeze(1), sentence, best)
+        ended += counted.sum(1)
+        if bool(((ended >= beam_size) | (limits <= length)).all()):
+            break
+
+        scores, kept = scores.masked_fill(ends, -torch.inf).topk(beam_size, dim=1)
+        rows = rows.gather(1, kept).flatten()
+        said = torch.cat([said[rows], tokens.gather(1, kept).flatten().unsqueeze(1)], 1)
+        decoder.reorder(rows)
+    return [[token for token in row if token not in (PADDING, START)] for row in best.tolist()]

@@ -1,62 +1,23 @@
-"""A causal Transformer over words with relative positions, for several kinds of attention and softmax."""
+"""The tensorized transformer (Ma et al., 2019), a causal language model over words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from adahessian.lab.configs.language import WordConfig
+from adahessian.lab.errors import ConfigError
 
-class RelativePositions(nn.Module):
-    """A learned map of sinusoids of the distance between two places of a segment.
-
-    The sinusoids are stored for each pair of places. Nothing is looked up, so no derivative scatters.
-    """
-
-    def __init__(self, segment: int, width: int, out: int) -> None:
-        super().__init__()
-        places = torch.arange(segment)
-        distance = (places[:, None] - places).clamp(min=0)[..., None]
-        waves = distance * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
-        self.sinusoids = nn.Buffer(torch.cat((waves.sin(), waves.cos()), -1)[..., :width], persistent=False)
-        self.map = nn.Linear(width, out, bias=False)
-
-    def forward(self) -> Tensor:
-        """Return keys of shape (place, earlier place, out)."""
-        keys: Tensor = self.map(self.sinusoids)
-        return keys
-
-
-class SoftmaxAttention(nn.Module):
-    """Causal softmax attention. Keys of relative positions are added to the keys of the words."""
-
-    def __init__(self, segment: int, width: int, head_width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * heads * head_width, bias=False)
-        self.positions = RelativePositions(segment, width, heads * head_width)
-        self.out = nn.Linear(heads * head_width, width, bias=False)
-        self.later = nn.Buffer(torch.ones(segment, segment, dtype=torch.bool).triu(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map activations of shape (N, segment, width) to the same shape."""
-        batch, length, _ = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        places = self.positions().view(length, length, self.heads, -1)
-        scores = query @ key.transpose(-2, -1) + torch.einsum("bhir,ijhr->bhij", query, places)
-        # Minus infinity would make second derivatives NaN.
-        scores = (scores / math.sqrt(query.shape[-1])).masked_fill(self.later, torch.finfo(scores.dtype).min)
-        attended = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, -1)
-        out: Tensor = self.out(attended)
-        return out
+# First words of the rarer clusters of an adaptive softmax.
+_CUTOFFS = (20_000, 40_000, 200_000)
 
 
 class MultiLinearAttention(nn.Module):
-    r"""The attention of the tensorized transformer (Ma et al., 2019), with one core, made causal.
+    r"""Attention with one core and with relative positions, made causal.
 
     It has no softmax. It maps a product of query, key and value by one linear layer:
 
@@ -64,24 +25,29 @@ class MultiLinearAttention(nn.Module):
         A_{ijk} = \sum_r c_r \, q_{ir} \, (k_{jr} + p_{i-j,r}) \, v_{kr}
         \qquad \text{for } j \le i, k \le i, \text{ else } 0
 
-    with the core c and the keys p of relative positions. The input of the linear layer is the row of all
-    :math:`A_{ijk}` of a place i. The authors' code takes a mask and never applies it, so a word sees the words that it
-    has to predict. This class applies the mask.
+    with the core c and the keys p, a learned map of sinusoids of the distance. The input of the linear layer is the row
+    of all :math:`A_{ijk}` of a place i. The authors' code takes a mask and never applies it, so a word sees the words
+    that it has to predict. This class applies the mask.
     """
 
     def __init__(self, segment: int, width: int, rank: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(width, 3 * rank, bias=False)
-        self.positions = RelativePositions(segment, width, rank)
+        self.positions = nn.Linear(width, rank, bias=False)
         self.core = nn.Parameter(torch.rand(rank))
         self.out = nn.Linear(segment * segment, width, bias=False)
         self.earlier = nn.Buffer(torch.ones(segment, segment).tril(), persistent=False)
+        # Stored for each pair of places. Nothing is looked up, so no derivative scatters.
+        places = torch.arange(segment)
+        distance = (places[:, None] - places).clamp(min=0)[..., None]
+        waves = distance * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
+        self.sinusoids = nn.Buffer(torch.cat((waves.sin(), waves.cos()), -1)[..., :width], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
         batch, length, _ = x.shape
         query, key, value = self.qkv(x).chunk(3, -1)
-        keys = key[:, None] + self.positions()
+        keys = key[:, None] + self.positions(self.sinusoids)
         # The first mask comes before the values, where the tensor has no fourth dimension yet.
         pairs = (self.core * query)[:, :, None] * keys * self.earlier[..., None]
         product = pairs.flatten(1, 2) @ value.transpose(1, 2)
@@ -93,14 +59,14 @@ class MultiLinearAttention(nn.Module):
 class Layer(nn.Module):
     """Attention and a feed-forward network, with layer norm after each residual connection."""
 
-    def __init__(self, attention: nn.Module, width: int, feed_forward: int, dropout: float) -> None:
+    def __init__(self, config: WordConfig) -> None:
         super().__init__()
-        self.attention = attention
-        self.norm1 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, feed_forward)
-        self.down = nn.Linear(feed_forward, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
+        self.attention = MultiLinearAttention(config.segment, config.width, config.head_width)
+        self.norm1 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, config.feed_forward)
+        self.down = nn.Linear(config.feed_forward, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
@@ -151,27 +117,19 @@ class AdaptiveSoftmax(nn.AdaptiveLogSoftmaxWithLoss):
 
 
 class WordTransformer(nn.Module):
-    """A language model with any attention and any softmax, such as :class:`FullSoftmax`.
+    """A language model. With a full softmax, the embeddings of words are also the softmax's weights."""
 
-    With a full softmax, the embeddings of words are also the softmax's weights.
-    """
-
-    def __init__(
-        self,
-        *,
-        layers: int,
-        width: int,
-        feed_forward: int,
-        vocabulary: int,
-        dropout: float,
-        make_attention: Callable[[], nn.Module],
-        softmax: nn.Module,
-    ) -> None:
+    def __init__(self, vocabulary: int, config: WordConfig) -> None:
         super().__init__()
+        width = config.width
+        is_full, cutoffs = config.softmax == "full", [cutoff for cutoff in _CUTOFFS if cutoff < vocabulary]
+        if not is_full and not cutoffs:
+            raise ConfigError(f"--softmax adaptive needs more than {vocabulary} words. Pass --softmax full.")
+        softmax = FullSoftmax(width, vocabulary) if is_full else AdaptiveSoftmax(width, vocabulary, cutoffs)
         self.words = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(make_attention(), width, feed_forward, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.softmax = softmax
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(config.dropout)
         if isinstance(softmax, FullSoftmax):
             self.words.weight = softmax.weight
         for param in self.parameters():

@@ -21,8 +21,7 @@ from adahessian.lab.configs import find_preset
 from adahessian.lab.errors import LabError
 from adahessian.lab.paper_figures.style import STYLE
 from adahessian.lab.results.run_file import read_run
-from adahessian.lab.tasks import load_task
-from adahessian.lab.tasks.task import Env
+from adahessian.lab.tasks.task import Env, load_task
 from adahessian.lab.training.checkpoint import load_checkpoint
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from adahessian.lab.configs.digits import DigitsConfig
-from adahessian.lab.models.mlp import mlp
 from adahessian.lab.tasks.task import Env, TensorTask
 
 
@@ -27,7 +26,8 @@ class DigitsTask(TensorTask):
     def build_model(self) -> nn.Module:
         """Return a multilayer perceptron, or a small network in the style of the paper's ResNets."""
         if self.config.network == "mlp":
-            return nn.Sequential(nn.Flatten(), mlp([64, 64, 64, 10])).to(self.env.device)
+            layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+            return nn.Sequential(nn.Flatten(), nn.Sequential(*layers)).to(self.env.device)
         narrow = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
         wide = nn.Conv2d(16, 32, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(32), nn.ReLU()
         head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)

@@ -8,22 +8,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.optim.swa_utils import update_bn
 
 from adahessian.lab.configs.images import FolderConfig, ImageConfig
-from adahessian.lab.data.augmentation import PaddedCrops
 from adahessian.lab.data.cifar10 import CLASSES, read_cifar10
 from adahessian.lab.models.resnet import ResNet, ResNet18
 from adahessian.lab.tasks.task import Env, ExampleTask, Tensors, split_holdout
 from adahessian.lab.training.random_streams import random_stream
-
-if TYPE_CHECKING:
-    from adahessian.lab.data.image_folder import StreamedImages
 
 # Training views from which the statistics of batch norm are recomputed.
 _STATISTICS_VIEWS = 5_000
@@ -60,14 +56,36 @@ def normalization(means: Tensor, deviations: Tensor, device: torch.device) -> Ca
     return lambda images: torch.addcmul(shift, images.float(), scale)
 
 
+class PaddedCrops:
+    """Random crops of images with some zero pixels on each side, as large as the images. Half of them are mirrored.
+
+    There are few such views of an image, so a table holds the source of each pixel of each view. A whole batch is then
+    drawn in one call and gathered.
+    """
+
+    def __init__(self, size: int, *, padding: int = 4, device: torch.device | str = "cpu") -> None:
+        pixels = pad(torch.arange(size**2).view(size, size), [padding] * 4, value=-1)
+        windows = pixels.unfold(0, size, 1).unfold(1, size, 1)
+        table = torch.stack((windows, windows.flip(3))).flatten(0, 2).to(device)
+        self._pixels, self._inside = table.clamp(min=0).flatten(1), (table >= 0).float().unsqueeze(3)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw numbers of views, all with the same probability."""
+        return torch.randint(len(self._pixels), (count,), generator=generator, device=self._pixels.device)
+
+    def crop(self, images: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one view per image of shape (N, size, size, channels), and 1 where it shows the image, else 0."""
+        count, height, width, channels = images.shape
+        pixels = self._pixels[views].unsqueeze(2).expand(-1, -1, channels)
+        return images.reshape(count, height * width, channels).gather(1, pixels).view(images.shape), self._inside[views]
+
+
 class ClassificationTask(ExampleTask[Tensors]):
     """Classification of images."""
 
     network: Callable[[], nn.Module]
     normalize: Callable[[Tensor], Tensor]
-    crops: PaddedCrops | None
-    """Crops of training images. None if they come cropped."""
-
+    crops: PaddedCrops | None  # of training images, unless they come cropped
     eval_batch_size: int
 
     def build_model(self) -> nn.Module:
@@ -81,12 +99,11 @@ class ClassificationTask(ExampleTask[Tensors]):
         """Yield images of shape (N, 3, H, W) and labels."""
         env, crops, training = self.env, self.crops, self.parts["training"]
         for number, (images, labels) in enumerate(training.take(self.shares(epoch, skip), epoch), skip):
-            if crops is None:
-                yield self.inputs(images), labels
-                continue
-            key = ("augment", env.seed, epoch, number, env.rank)
-            views = crops.draw(len(images), random_stream(*key, device=env.device))
-            yield self.inputs(crops.crop(images, views), crops.inside(views)), labels
+            inside = None
+            if crops is not None:
+                generator = random_stream("augment", env.seed, epoch, number, env.rank, device=env.device)
+                images, inside = crops.crop(images, crops.draw(len(images), generator))
+            yield self.inputs(images, inside), labels
 
     def inputs(self, images: Tensor, inside: Tensor | None = None) -> Tensor:
         """Convert uint8 images of shape (N, H, W, 3) to inputs of the network, which are 0 where ``inside`` is 0."""
@@ -97,11 +114,8 @@ class ClassificationTask(ExampleTask[Tensors]):
         layout = torch.channels_last if images.is_cuda else torch.contiguous_format
         return normalized.permute(0, 3, 1, 2).contiguous(memory_format=layout)
 
-    def scores(self, model: nn.Module, examples: HeldImages | StreamedImages) -> dict[str, float]:
-        """Return accuracy in % and mean loss, and the accuracy with recomputed statistics of batch norm.
-
-        Running statistics are a mean over the last steps, each of which had other weights.
-        """
+    def scores(self, model: nn.Module, examples: Any) -> dict[str, float]:
+        """Return accuracy in % and mean loss, and the accuracy with recomputed statistics of batch norm."""
         recomputed, count = self.with_recomputed_statistics(model), len(examples.labels)
         totals = torch.zeros(3, device=self.env.device)
         for images, labels in examples.take(torch.arange(count).split(self.eval_batch_size), epoch=0):
@@ -114,9 +128,9 @@ class ClassificationTask(ExampleTask[Tensors]):
         return {"accuracy": accuracy, "loss": loss / count, "accuracy_recomputed": accuracy_recomputed}
 
     def with_recomputed_statistics(self, model: nn.Module) -> nn.Module:
-        """Return a copy whose batch norms have the statistics of these weights, on some batches of the first epoch.
+        """Return a copy whose batch norms have the statistics of these weights, on this rank's share of some batches.
 
-        Each rank uses its own share of these batches.
+        The running statistics are a mean over the last steps, each of which had other weights.
         """
         recomputed = copy.deepcopy(model)
         batches = itertools.islice(self.batches(epoch=0), math.ceil(_STATISTICS_VIEWS / self.config.batch_size))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,20 +13,10 @@ from torch import Tensor, nn
 
 from adahessian.lab.configs.language import GPTConfig, WordConfig
 from adahessian.lab.data.texts import SOURCES, Text, read_bytes, read_subwords, read_words
-from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.gpt import GPT
-from adahessian.lab.models.word_transformer import (
-    AdaptiveSoftmax,
-    FullSoftmax,
-    MultiLinearAttention,
-    SoftmaxAttention,
-    WordTransformer,
-)
+from adahessian.lab.models.word_transformer import WordTransformer
 from adahessian.lab.tasks.task import Env, Task, Tensors
 from adahessian.lab.training.random_streams import random_stream
-
-# First words of the rarer clusters of an adaptive softmax.
-_CUTOFFS = (20_000, 40_000, 200_000)
 
 # Most tokens in an evaluation of a GPT.
 _EVALUATED_TOKENS = 100_000
@@ -41,7 +30,7 @@ class SegmentTask(Task[Tensors]):
 
     def __init__(self, config: Any, env: Env, texts: Text, length: int) -> None:
         self.config, self.env, self.length, self.batch_size = config, env, length, config.batch_size
-        self.train, self.valid, self.test = (text.to(env.device) for text in (texts.train, texts.valid, texts.test))
+        self.train, self.valid, self.test = (text.to(env.device) for text in texts)
         self.steps_per_epoch = (len(self.train) - length) // (length * self.batch_size)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
@@ -83,34 +72,20 @@ class WordTask(SegmentTask):
         super().__init__(config, env, text, config.segment)
         self.vocabulary = len(words)
 
-    def build_model(self) -> nn.Module:
-        """Return a new network. Embeddings are tied to a full softmax."""
-        config, vocabulary = self.config, self.vocabulary
-        make_attention: Callable[[], nn.Module]
-        make_attention = partial(MultiLinearAttention, config.segment, config.width, config.head_width)
-        if config.attention == "ordinary":
-            heads = max(1, config.width // config.head_width)
-            make_attention = partial(SoftmaxAttention, config.segment, config.width, config.head_width, heads)
-        cutoffs = [cutoff for cutoff in _CUTOFFS if cutoff < vocabulary]
-        if config.softmax == "adaptive" and not cutoffs:
-            raise ConfigError(f"--softmax adaptive needs more than {vocabulary} words. Pass --softmax full.")
-        sizes = config.width, vocabulary
-        softmax = FullSoftmax(*sizes) if config.softmax == "full" else AdaptiveSoftmax(*sizes, cutoffs)
-        options = {name: getattr(config, name) for name in ("layers", "width", "feed_forward", "dropout")}
-        model = WordTransformer(vocabulary=vocabulary, make_attention=make_attention, softmax=softmax, **options)
-        return model.to(self.env.device)
+    def build_model(self) -> WordTransformer:
+        """Return a new network."""
+        return WordTransformer(self.vocabulary, self.config).to(self.env.device)
 
     def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
         """Return the cross entropy with smoothed labels, the mean over words."""
-        log_prob, over_words = model(*batch)
-        smoothing = self.config.label_smoothing
-        loss: Tensor = -((1 - smoothing) * log_prob + smoothing * over_words).mean()
-        return loss
+        tokens, following = batch
+        return self.token_losses(model, tokens, following, self.config.label_smoothing).mean()
 
-    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
+    def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return the loss of each word."""
-        log_prob: Tensor = model(tokens, following)[0]
-        return -log_prob
+        log_prob, over_words = model(tokens, following)
+        losses: Tensor = -((1 - smoothing) * log_prob + smoothing * over_words)
+        return losses
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Return perplexities. Of the training text, only the final test reads more than every tenth segment."""

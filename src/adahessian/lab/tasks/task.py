@@ -33,10 +33,7 @@ class Env:
     world_size: int = 1
 
     def my_share(self, examples: Tensor) -> Tensor:
-        """Return this rank's part of a batch's examples (first dimension). All parts have the same size.
-
-        Examples that do not divide evenly are left out.
-        """
+        """Return this rank's part of a batch's examples. All parts have the same size, so a few may be left out."""
         count = len(examples) // self.world_size
         return examples[self.rank * count : (self.rank + 1) * count]
 
@@ -44,8 +41,7 @@ class Env:
 class Task(ABC, Generic[Batch]):
     """Data, model, loss and evaluation of one run."""
 
-    steps_per_epoch: int
-    """Batches per epoch, the same in every epoch and on every rank."""
+    steps_per_epoch: int  # batches per epoch, the same in every epoch and on every rank
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -77,10 +73,6 @@ def load_task(config: RunConfig, env: Env) -> Task[Any]:
 
     The task of ``configs.digits.DigitsConfig`` is ``tasks.digits.DigitsTask``. A config from outside of the laboratory
     has its task in its own module.
-
-    Raises:
-        ConfigError: If there is no such task, or an option does not fit the data.
-        DataError: If data is missing or damaged.
     """
     config_class = type(config.task)
     module = import_module(config_class.__module__.replace("adahessian.lab.configs", "adahessian.lab.tasks"))
@@ -94,9 +86,7 @@ def load_task(config: RunConfig, env: Env) -> Task[Any]:
 class ExampleTask(Task[Batch]):
     """A task with ``count`` training examples, without those that the config's ``holdout`` keeps for validation."""
 
-    parts: dict[str, Any]
-    """Examples for :meth:`scores`, under ``"validation"`` and :attr:`test_parts`, and those to train on."""
-
+    parts: dict[str, Any]  # examples for `scores`, under "validation" and `test_parts`, and those to train on
     test_parts: tuple[str, ...] = ("test",)
 
     def __init__(self, config: Any, env: Env, count: int) -> None:
@@ -175,9 +165,6 @@ def split_holdout(count: int, holdout: int) -> tuple[Tensor, Tensor]:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch from the CPU to a device without waiting for the work that the device has queued."""
     on_cuda = device.type == "cuda"
-
-    def copied(tensor: Tensor) -> Tensor:
-        # A copy from pageable memory would wait.
-        return (tensor.pin_memory() if on_cuda else tensor).to(device, non_blocking=on_cuda)
-
-    return cast(Batch, map_tensors(copied, batch))
+    # A copy from pageable memory would wait.
+    copied = map_tensors(lambda each: (each.pin_memory() if on_cuda else each).to(device, non_blocking=on_cuda), batch)
+    return cast(Batch, copied)

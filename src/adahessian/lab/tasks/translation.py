@@ -1,12 +1,10 @@
-"""Translation: Transformers on IWSLT14 and WMT14, as in the paper, and on Multi30k and Tatoeba."""
+"""Translation: Transformers on IWSLT14 and WMT14, as in the paper, and on Multi30k."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -14,11 +12,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from adahessian.lab.configs.translation import TranslationConfig
-from adahessian.lab.data.parallel_text import Pairs, ParallelText, read_folder, read_tatoeba
+from adahessian.lab.data.parallel_text import Pairs, read_folder
+from adahessian.lab.data.subwords import WORDS, WORDS_AND_PUNCTUATION, learn_bpe
 from adahessian.lab.data.token_batches import PADDING, PairBatch, Sentences, TokenBatches
 from adahessian.lab.errors import ConfigError
-from adahessian.lab.models.beam_search import beam_search
-from adahessian.lab.models.transformer import Decoding, Transformer
+from adahessian.lab.models.transformer import Decoding, Transformer, beam_search
 from adahessian.lab.tasks.task import Env, Task, to_device
 
 # Most tokens of a batch in evaluation, which bounds memory.
@@ -29,20 +27,15 @@ _EVALUATED_TOKENS = 4096
 class Corpus:
     """How to read a text, and how to compare its translations."""
 
-    folder: str  # below the data folder
-    read: Callable[[Path], ParallelText]
-    language: str  # of the translations
+    languages: tuple[str, str]  # of the sentences, and of their translations
     tokenized: bool = False  # Moses put spaces between words and punctuation
     lowercase: bool = False  # BLEU ignores case
 
 
-_TO_ENGLISH = partial(read_folder, source="de", target="en")
-_TO_GERMAN = partial(read_folder, source="en", target="de")
 CORPORA = {
-    "iwslt14": Corpus(folder="iwslt14", read=_TO_ENGLISH, language="en", tokenized=True, lowercase=True),
-    "wmt14": Corpus(folder="wmt14", read=_TO_GERMAN, language="de", tokenized=True),
-    "multi30k": Corpus(folder="multi30k", read=_TO_ENGLISH, language="en"),
-    "tatoeba": Corpus(folder="tatoeba-deu-eng", read=read_tatoeba, language="en"),
+    "iwslt14": Corpus(languages=("de", "en"), tokenized=True, lowercase=True),
+    "wmt14": Corpus(languages=("en", "de"), tokenized=True),
+    "multi30k": Corpus(languages=("de", "en")),
 }
 
 
@@ -50,27 +43,23 @@ class TranslationTask(Task[PairBatch]):
     """Training on sentence pairs, validation by their loss, and a test by BLEU."""
 
     def __init__(self, config: TranslationConfig, env: Env) -> None:
-        from adahessian.lab.data.subwords import Subwords
-
         self.config, self.env, self.corpus = config, env, CORPORA[config.corpus]
-        folder = env.data_dir / self.corpus.folder
-        text = self.corpus.read(folder if folder.is_dir() else env.data_dir)
-        sides = [text.training.source, text.training.target]
-        self.subwords = Subwords(sides, config.vocabulary, tokenized=self.corpus.tokenized)
-        self.training = TokenBatches(*self._encode(text.training, config.max_sentence), config.batch_size, env)
-        self.validation = TokenBatches(*self._encode(text.validation), _EVALUATED_TOKENS)
-        self.test = TokenBatches(*self._encode(text.test), _EVALUATED_TOKENS)
-        self.references = text.test.target
+        folder = env.data_dir / config.corpus
+        folder = folder if folder.is_dir() else env.data_dir
+        training, validation, test = read_folder(folder, *self.corpus.languages)
+        words = WORDS if self.corpus.tokenized else WORDS_AND_PUNCTUATION
+        self.subwords = learn_bpe([*training[0], *training[1]], config.vocabulary, words)
+        self.training = TokenBatches(*self._encode(training, config.max_sentence), config.batch_size, env)
+        self.validation = TokenBatches(*self._encode(validation), _EVALUATED_TOKENS)
+        self.test, self.references = TokenBatches(*self._encode(test), _EVALUATED_TOKENS), test[1]
         self.steps_per_epoch = len(self.training)
         if not len(self.training):
             options = f"--max-sentence {config.max_sentence} and --batch-size {config.batch_size}"
-            raise ConfigError(f"{options} leave none of {len(text.training):,} training pairs. Increase one of them.")
+            raise ConfigError(f"{options} leave none of {len(training[0]):,} training pairs. Increase one of them.")
 
     def build_model(self) -> Transformer:
         """Return a new Transformer."""
-        names = ("layers", "width", "feed_forward", "heads", "dropout", "attention_dropout", "activation_dropout")
-        options = {name: getattr(self.config, name) for name in names}
-        return Transformer(len(self.subwords), **options).to(self.env.device)
+        return Transformer(self.subwords.get_vocab_size(), self.config).to(self.env.device)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[PairBatch]:
         """Yield batches of pairs of about the same length."""
@@ -90,16 +79,15 @@ class TranslationTask(Task[PairBatch]):
 
     def translate(self, model: nn.Module) -> list[str]:
         """Translate the test text by beam search."""
-        translations = [""] * len(self.references)
+        config, translations = self.config, [""] * len(self.references)
         for indices, batch in self.test.in_order():
             source = batch[0].to(self.env.device)
             # Long enough for any correct translation, and an end to endless ones.
             limits = 2 * (source != PADDING).sum(1) + 10
             decoding = Decoding(cast(Transformer, model), source)
-            beam_size, length_penalty = self.config.beam_size, self.config.length_penalty
-            sentences, _ = beam_search(decoding, limits, beam_size=beam_size, length_penalty=length_penalty)
-            for index, translation in zip(indices.tolist(), self.subwords.decode(sentences), strict=True):
-                translations[index] = translation
+            sentences = beam_search(decoding, limits, beam_size=config.beam_size, length_penalty=config.length_penalty)
+            for index, translation in zip(indices.tolist(), self.subwords.decode_batch(sentences), strict=True):
+                translations[index] = " ".join(translation.split())
         return translations
 
     def _losses(self, model: nn.Module, part: str, batches: TokenBatches) -> dict[str, float]:
@@ -112,8 +100,8 @@ class TranslationTask(Task[PairBatch]):
         return {f"{part}_loss": loss, f"{part}_perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def _encode(self, pairs: Pairs, longest: float = math.inf) -> tuple[Sentences, Sentences]:
-        encoded = zip(self.subwords.encode(pairs.source), self.subwords.encode(pairs.target), strict=True)
-        kept = [pair for pair in encoded if max(map(len, pair)) <= longest]
+        sides = ([encoding.ids for encoding in self.subwords.encode_batch_fast(side)] for side in pairs)
+        kept = [pair for pair in zip(*sides, strict=True) if max(map(len, pair)) <= longest]
         return Sentences([source for source, _ in kept]), Sentences([target for _, target in kept])
 
 
@@ -138,7 +126,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], corpus: Corpus) -
 
     if not corpus.tokenized:
         return dict.fromkeys(("bleu", "bleu_detokenized"), score(hypotheses, references, "13a"))
-    detokenize = MosesDetokenizer(corpus.language).detokenize
+    detokenize = MosesDetokenizer(corpus.languages[1]).detokenize
     plain, plain_references = ([detokenize(text.split()) for text in texts] for texts in (hypotheses, references))
     of_plain_text = score(plain, plain_references, "13a")
     return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": of_plain_text}

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from adahessian.lab.configs.run import Run, Session, as_json
 from adahessian.lab.errors import CheckpointError, ConfigError, StoppedError
 from adahessian.lab.results.run_file import RunFiles, RunResult
-from adahessian.lab.tasks import load_task
-from adahessian.lab.tasks.task import Env
+from adahessian.lab.tasks.task import Env, load_task
 from adahessian.lab.training import distributed
 from adahessian.lab.training.atomic_files import write_json
 from adahessian.lab.training.checkpoint import load_checkpoint, save_checkpoint
