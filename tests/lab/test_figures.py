@@ -13,8 +13,8 @@ from adahessian.lab.commands import figure
 from adahessian.lab.commands.train import execute, parse_runs
 from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import CheckpointError, ConfigError, LabError, RunFileError
-from adahessian.lab.paper_figures import momentum, quadratic, surface
-from adahessian.lab.paper_figures.momentum import LRS, STARTS, WITH, WITHOUT
+from adahessian.lab.paper_figures import surface, walks
+from adahessian.lab.paper_figures.walks import LRS, STARTS, WITH, WITHOUT
 from adahessian.lab.results import plots
 
 ACCURACY = Metric(name="test_accuracy", title="test accuracy, %")
@@ -23,11 +23,11 @@ ACCURACY = Metric(name="test_accuracy", title="test accuracy, %")
 
 
 def test_one_step_solves_the_quadratic():
-    paths = quadratic.solve_quadratic()
+    paths = walks.solve_quadratic()
     distances = {name: path.norm(dim=1) for name, path in paths.items()}
-    assert distances[quadratic.ADAHESSIAN][1:].max() < 1e-6
-    assert distances[quadratic.WITH_MOMENTUM][1] < 1e-6
-    distance = distances[quadratic.GRADIENT_DESCENT]
+    assert distances[walks.ADAHESSIAN][1:].max() < 1e-6
+    assert distances[walks.WITH_MOMENTUM][1] < 1e-6
+    distance = distances[walks.GRADIENT_DESCENT]
     # The condition number is 10: no constant learning rate shrinks both coordinates by more than 9/11 per step.
     torch.testing.assert_close(distance[1:] / distance[:-1], torch.full_like(distance[1:], 9 / 11))
 
@@ -36,29 +36,29 @@ def test_one_step_solves_the_quadratic():
 
 
 @pytest.fixture(scope="module")
-def walks():
-    return momentum.compare_momentum(0.9, steps=300)
+def walked():
+    return walks.compare_momentum(0.9, steps=300)
 
 
-def test_hessian_momentum_helps_at_large_learning_rates(walks):
-    counts, counts_without = (momentum.arrived(walks[beta2]).sum(1) for beta2 in (WITH, WITHOUT))
+def test_hessian_momentum_helps_at_large_learning_rates(walked):
+    counts, counts_without = (walks.arrived(walked[beta2]).sum(1) for beta2 in (WITH, WITHOUT))
     assert (counts > counts_without)[torch.tensor(LRS) >= 3].all()
 
 
-def test_points_do_not_feel_each_other(walks):
-    path = quadratic.walk(momentum.wavy, [{"params": STARTS[40:41], "lr": LRS[2]}], AdaHessian, steps=20)[0, :, 0]
-    torch.testing.assert_close(path, walks[WITH][2, :21, 40])
+def test_points_do_not_feel_each_other(walked):
+    path = walks.walk(walks.wavy, [{"params": STARTS[40:41], "lr": LRS[2]}], AdaHessian, steps=20)[0, :, 0]
+    torch.testing.assert_close(path, walked[WITH][2, :21, 40])
 
 
 def test_passing_through_the_lowest_valley_is_not_arriving():
     x = torch.linspace(0, 0.1, 100_001, dtype=torch.float64)
-    lowest = x[momentum.wavy(x).argmin()]
-    assert momentum.wavy(lowest).item() == pytest.approx(momentum.LOWEST, rel=1e-6)
+    lowest = x[walks.wavy(x).argmin()]
+    assert walks.wavy(lowest).item() == pytest.approx(walks.LOWEST, rel=1e-6)
     positions = torch.full((1, 301, 4), 0.5, dtype=torch.float64)
     positions[0, 7:, 0] = lowest
     positions[0, 7:, 1] = -lowest
     positions[0, 7:200, 2] = lowest
-    assert momentum.arrived(positions).tolist() == [[True, True, False, False]]
+    assert walks.arrived(positions).tolist() == [[True, True, False, False]]
 
 
 # Figure 2 -------------------------------------------------------------------------------------------------------------
@@ -77,41 +77,35 @@ def loss_of(model):
     return ((model(INPUTS) - TARGETS[:, :2]).square() * torch.tensor([1.0, 3.0])).mean()
 
 
-def exact_hessian(model, names):
-    values = [model.get_parameter(name).detach() for name in names]
+def test_eigenpairs_are_those_of_the_exact_hessian(tiny):
+    weight = tiny[0].weight
 
-    def loss(flat):
-        parts = flat.split([value.numel() for value in values])
-        changed = {name: part.view_as(value) for name, part, value in zip(names, parts, values, strict=True)}
-        return loss_of(lambda inputs: functional_call(model, changed, (inputs,)))
+    def loss(value):
+        return loss_of(lambda inputs: functional_call(tiny, {"0.weight": value.view_as(weight)}, (inputs,)))
 
-    return torch.func.hessian(loss)(torch.cat([value.flatten() for value in values]))
-
-
-@pytest.mark.parametrize(("block", "names"), [("0", ["0.weight", "0.bias"]), ("2.weight", ["2.weight"])])
-def test_eigenpairs_are_those_of_the_exact_hessian(tiny, block, names):
-    name, parameters = surface.find_block(tiny, block)
-    assert name == block
-    values, vectors = torch.linalg.eigh(exact_hessian(tiny, names))
+    values, vectors = torch.linalg.eigh(torch.func.hessian(loss)(weight.detach().flatten()))
     order = values.abs().argsort(descending=True)
-    found, found_vectors = surface.leading_eigenpairs(loss_of(tiny), parameters)
+    found, found_vectors = surface.leading_eigenpairs(loss_of(tiny), weight)
     for value, vector, index in zip(found, found_vectors, order[:2].tolist(), strict=True):
         assert value == pytest.approx(values[index].item(), rel=1e-4)
-        assert abs((vector @ vectors[:, index]).item()) == pytest.approx(1, abs=1e-4)
+        assert abs((vector.flatten() @ vectors[:, index]).item()) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("diagonal", [(3.0, -2.9, 1.0, 0.5), (2.9, -3.0, 1.0, 0.5)])
 def test_the_eigenvalue_of_largest_magnitude_comes_first(diagonal):
     weight = torch.ones(4, dtype=torch.float64, requires_grad=True)
     loss = (weight.square() * torch.tensor(diagonal)).sum() / 2
-    values, _ = surface.leading_eigenpairs(loss, [weight])
+    values, _ = surface.leading_eigenpairs(loss, weight)
     assert values.tolist() == pytest.approx(sorted(diagonal[:2], key=abs)[::-1], rel=1e-5)
 
 
 def test_surface_is_the_loss_around_the_weights(tiny):
+    tiny.append(nn.Linear(2, 2, bias=False).double())
+    tiny[3].weight.requires_grad_(False).copy_(torch.eye(2))
     before = copy.deepcopy(tiny.state_dict())
-    found = surface.measure_surface(tiny, lambda: loss_of(tiny), "2.weight")
+    found = surface.measure_surface(tiny, lambda: loss_of(tiny))
     losses = found.losses
+    assert found.weight == "2.weight"
     assert losses.shape == (21, 21)
     assert losses[10, 10] == pytest.approx(loss_of(tiny).item(), rel=1e-6)
     torch.testing.assert_close(dict(tiny.state_dict()), before)
@@ -124,13 +118,10 @@ def test_surface_is_the_loss_around_the_weights(tiny):
     assert across.tolist() == pytest.approx([found.eigenvalues[1]] * 19, rel=2e-2)
 
 
-def test_blocks_without_curvature_are_rejected(tiny):
-    assert surface.find_block(tiny, None)[0] == "0.weight"
-    with pytest.raises(LabError, match="--block 7"):
-        surface.find_block(tiny, "7")
+def test_weights_without_curvature_are_rejected():
     weight = torch.ones(3, requires_grad=True)
-    with pytest.raises(LabError, match="--block"):
-        surface.leading_eigenpairs(weight.sum(), [weight])
+    with pytest.raises(LabError, match="--weights"):
+        surface.leading_eigenpairs(weight.sum(), weight)
 
 
 def test_figure_2_of_a_run(tmp_path):
@@ -200,8 +191,8 @@ def test_every_seed_is_a_dot(many):
 
 
 def test_curves_show_the_range_of_the_seeds():
-    rows = pd.DataFrame({"label": "sgd", "optimizer": "sgd", "seed": [1, 1, 2, 2], "epoch": [1, 2, 1, 2]})
-    axes = plots.curves(rows.assign(train_loss=[4.0, 1.0, 2.0, 0.5]), "train_loss", "training loss").axes[0]
+    rows = pd.DataFrame({"label": "sgd", "optimizer": "sgd", "step": [1, 2, 1, 2], "train_loss": [4.0, 1.0, 2.0, 0.5]})
+    axes = plots.curves(rows, Metric(name="train_loss", title="training loss", higher_is_better=False)).axes[0]
     assert axes.get_lines()[0].get_ydata().tolist() == [3.0, 0.75]
     (band,) = axes.collections
     assert sorted({*band.get_paths()[0].vertices[:, 1]}) == [0.5, 1.0, 2.0, 4.0]

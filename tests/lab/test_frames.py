@@ -2,11 +2,8 @@ import json
 import math
 from statistics import mean, stdev
 
-import numpy as np
-import pandas as pd
 import pytest
 from made_up_runs import make_run, rows_of, write
-from scipy.stats import ttest_ind
 
 from adahessian.lab.errors import RunFileError
 from adahessian.lab.results import frames
@@ -85,15 +82,6 @@ def test_damaged_files_and_unknown_tasks(tmp_path):
             frames.runs([tmp_path / f"{name}.json"])
 
 
-def test_difference_is_welchs():
-    one, other = pd.Series([92.0, 92.4, NAN, 91.9]), pd.Series([91.0, 91.8])
-    expected = ttest_ind(one.dropna(), other, equal_var=False)
-    low, high = expected.confidence_interval()
-    assert frames.difference(one, other) == (pytest.approx(0.7), pytest.approx(low), pytest.approx(high))
-    assert (low < 0 < high) == (expected.pvalue > 0.05)
-    assert np.isnan(frames.difference(one, other[:1])[1:]).all()
-
-
 def race(tmp_path, **changed):
     """Two optimizers at three lengths."""
     lengths = {550: 3.4, 1100: 3.2, 2200: 3.0}
@@ -120,16 +108,6 @@ def test_a_race_is_by_time_if_all_times_compare(tmp_path):
     for points in (shared, frames.race_points(mixed)):
         assert points.attrs["unit"] == "steps"
         assert points.budget.tolist() == [550, 1100, 2200] * 2
-
-
-def test_budget_for_a_target_is_interpolated():
-    points = pd.DataFrame({"budget": [10.0, 100.0, 1000.0], "mean": [80.0, 90.0, 95.0]})
-    assert frames.budget_for(points, 85.0) == pytest.approx(10**1.5)
-    assert frames.budget_for(points, 95.0) == pytest.approx(1000)
-    assert frames.budget_for(points, 70.0) == pytest.approx(10)
-    assert math.isnan(frames.budget_for(points, 96.0))
-    losses = points.assign(mean=[4.0, NAN, 3.0])
-    assert frames.budget_for(losses, 3.5, higher_is_better=False) == pytest.approx(10**2.5)
 
 
 def test_labels_leave_out_what_all_have():

@@ -6,14 +6,13 @@ from made_up_runs import make_run, rows_of
 from adahessian.lab.commands.train import parse_runs
 from adahessian.lab.configs import PRESETS
 from adahessian.lab.configs.run import difference
-from adahessian.lab.results import frames, paper
-from adahessian.lab.results.frames import task_config
+from adahessian.lab.results import frames, tables
 
-NUMBERS = paper.paper_numbers()
+NUMBERS = tables.paper_numbers()
 
 
 def ours(runs, table, **columns):
-    rows = paper.beside_paper(runs).to_dict("records")
+    rows = tables.beside_paper(runs).to_dict("records")
     (row,) = (row for row in rows if {"table": table, **columns}.items() <= row.items())
     return row
 
@@ -25,7 +24,7 @@ def test_ours_is_beside_the_papers_number(tmp_path):
     assert row["ours_std"] == pytest.approx(math.sqrt(0.5))
     assert row["best"] == 92.5
     assert ours(runs, "Table 2", task="cifar10-resnet32", optimizer="sgd")["n"] == 0
-    both = paper.beside_paper(runs)
+    both = tables.beside_paper(runs)
     assert (both[both.seeds == 0].n == 0).all()  # no run reproduces these
 
 
@@ -52,11 +51,11 @@ def test_the_best_evaluation_is_of_the_same_metric(tmp_path):
 def test_metrics_are_those_of_the_tasks():
     runnable = NUMBERS[(NUMBERS.seeds > 0) & ~NUMBERS.metric.str.startswith(("step_ms", "train", "dev_mismatched"))]
     for row in runnable.to_dict("records"):
-        assert row["metric"] == task_config(row["task"]).metric.name
+        assert row["metric"] == frames.task_config(row["task"]).metric.name
 
 
 def test_overrides_are_options_with_other_values_than_the_presets():
-    for line in paper.missing(frames.runs([])):
+    for line in tables.missing(frames.runs([])):
         if not line.startswith("#"):
             (run, *_), _ = parse_runs(line.split(), "test")
             assert run.label in set(NUMBERS.label)
@@ -66,7 +65,7 @@ def test_overrides_are_options_with_other_values_than_the_presets():
 
 def test_missing_lists_the_seeds_that_lack(tmp_path):
     runs = rows_of(tmp_path, *(make_run(seed=seed) for seed in (1, 3, 7)))
-    lines = list(paper.missing(runs))
+    lines = list(tables.missing(runs))
     assert "cifar10-resnet20 sgd --seeds 2 4" in lines
     assert "cifar10-resnet20 adam --seeds 1 2 3 4 5" in lines
     delayed = "cifar10-resnet20 adahessian --curvature-every 2 --curvature-warmup 980 --seeds 1 2 3 4 5"

@@ -107,18 +107,13 @@ def processes(monkeypatch):
     return found
 
 
-def test_runs_that_cannot_finish_are_not_started(write, processes, capfd):
-    processes.minutes = {"digits": 4, "digits-mlp": 1}
-    queue.main([*write("digits sgd --seeds 1 2 3", "digits-mlp sgd --seeds 1 2 3"), "--minutes", "10"])
-    # Two runs of 4 minutes leave time for one of a minute, of which the next cannot be started in time.
-    assert [name for name, *_ in processes.started] == ["digits", "digits", "digits-mlp"]
-    assert "stopped" not in capfd.readouterr().out
-    processes.minutes, processes.started = {"digits": 12}, []  # more than the limit: trained piece by piece
-    queue.main([*write("digits sgd --seeds 4 5"), "--minutes", "10"])
-    assert len(processes.started) == 1
+def test_runs_are_stopped_at_the_time_limit(write, processes, capfd):
+    processes.minutes = {"digits": 4}
+    queue.main([*write("digits sgd --seeds 1 2 3 4"), "--minutes", "10"])
+    assert len(processes.started) == 3
     printed = capfd.readouterr().out
-    assert "stopped   digits: sgd, seed 4" in printed
-    assert "2 runs are left" in printed
+    assert "stopped   digits: sgd, seed 3" in printed
+    assert "4 runs are left" in printed
 
 
 def test_a_run_is_started_by_a_command_that_reads_well(tmp_path, write, processes, monkeypatch):
@@ -165,7 +160,5 @@ def test_lines_are_checked_before_anything_runs(tmp_path, write, line, name):
 def test_files_without_runs_are_rejected(write):
     with pytest.raises(ConfigError, match=r"queue\.txt"):
         queue.main(write("# to come"))
-    with pytest.raises(ConfigError, match="--at-once"):
-        queue.main([*write(SHORT), "--at-once", "0"])
     with pytest.raises(SystemExit, match=r"nowhere\.txt"):
         main(["queue", "nowhere.txt"])

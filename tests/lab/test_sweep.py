@@ -14,6 +14,7 @@ from adahessian.lab.configs.digits import DigitsConfig
 from adahessian.lab.errors import ConfigError, StoppedError
 from adahessian.lab.results.run_file import RunFiles, read_run
 
+SELECTION = {"trials": 2, "selected_on": "validation_accuracy", "budget": 1.0}
 LINE = ["--epochs", "1", "--device", "cpu"]
 
 
@@ -91,8 +92,20 @@ def test_final_runs_use_all_data_and_record_their_selection(runs, capsys):
     ]
     for own, best in ((tuned[:4], final[0]), (tuned[4:], final[2])):
         assert best.config.optimizer.lr == max(run.config.optimizer.lr for run in own)
-    assert runs.selections == [None] * 8 + [{"trials": 4, "selected_on": "validation_accuracy"}] * 4
+    assert runs.selections == [None] * 8 + [SELECTION | {"trials": 4}] * 4
     assert "12.34 ± 0.00" in capsys.readouterr().out
+
+
+def test_final_runs_have_several_lengths(runs):
+    options = ["--schedule", "steps", "--decay-epochs", "4", "6", "--final-seeds", "3", "4", "--epochs", "8"]
+    sweep.main(["digits", "sgd", "--trials", "2", "--final-budgets", "0.25", "1", "2", *options])
+    lengths = [(run.config.epochs, run.config.schedule.decay_epochs, run.seed) for run in runs[2:]]
+    assert lengths == [(*each, seed) for each in ((2, (1, 2)), (8, (4, 6)), (16, (8, 12))) for seed in (3, 4)]
+    assert [selection["budget"] for selection in runs.selections[2:]] == [0.25, 0.25, 1, 1, 2, 2]
+    assert len({run.label for run in runs[2:]}) == 3
+    runs.clear()
+    sweep.main(["pinn-poisson-1d", "adamw", "--trials", "1", "--final-seeds", "1", "--final-budgets", "0.5"])
+    assert runs[1].config.steps == 1000
 
 
 def test_options_vary(runs, capsys):
@@ -112,6 +125,7 @@ def test_options_vary(runs, capsys):
     [
         (["digits"], "optimizer"),
         (["digits", "sgd", "--trials", "0"], "--trials"),
+        (["digits", "sgd", "--final-budgets", "0"], "--final-budgets"),
         (["digits", "sgd", "--lr-factors", "0"], "--lr-factors"),
         (["digits", "sgd", "--vary", "lr"], "--vary"),
         (["digits", "sgd", "--vary", "lr", "1", "--lr-factors", "2"], "--vary"),
@@ -120,11 +134,11 @@ def test_options_vary(runs, capsys):
         (["digits", "sgd"], "--holdout"),  # nothing is selected on test data
     ],
 )
-def test_invalid_options_are_named(runs, argv, name, monkeypatch):
+def test_invalid_options_are_named(runs, argv, name, monkeypatch, capsys):
     monkeypatch.setattr(DigitsConfig, "default_holdout", 0)
-    with pytest.raises(ConfigError, match=name):
+    with pytest.raises((ConfigError, SystemExit)) as error:
         sweep.main(argv)
-    assert runs == []
+    assert name in f"{error.value}{capsys.readouterr().err}"
     assert runs == []
 
 
@@ -146,10 +160,9 @@ def test_an_interrupted_sweep_continues_where_it_stopped(tmp_path, monkeypatch, 
     assert capsys.readouterr().out.count("Skipped") == 3
     assert len(list(tmp_path.rglob("*.json"))) == 4
     run = done[-1]
-    selection = {"trials": 2, "selected_on": "validation_accuracy"}
-    assert run.selection == selection
+    assert run.selection == SELECTION
     # A run that was finished before it was selected says so, too.
     files = RunFiles(output=tmp_path, task=run.task, label=run.label, seed=run.seed)
     files.result.write_text(files.result.read_text().replace('"trials": 2', '"trials": 1'))
     sweep.main(argv)
-    assert read_run(files.result).selection == selection
+    assert read_run(files.result).selection == SELECTION

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as matching
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +23,9 @@ from adahessian.lab.errors import ConfigError, RunExistsError
 from adahessian.lab.training.atomic_files import write_json
 from adahessian.lab.training.provenance import provenance
 
-_HEADER = f"{'workload':10} {'mode':9} {'optimizer':26}   ms/step  state/p    ratio  peak MiB  memory  step"
+# Columns of numbers, with their decimal places.
+_DIGITS = {"step_ms": 3, "ratio": 3, "state_bytes_per_parameter": 2, "peak_mib": 0, "memory_ratio": 2}
+_HEADER = f"{'workload':10} {'mode':9} {'optimizer':26}  ms/step    ratio  state/p peak MiB   memory  step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +67,26 @@ def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
             raise ConfigError(f"There is no workload {near(name, WORKLOADS)}")
         if WORKLOADS[name].needs_gpu and device.type == "cpu":
             raise ConfigError(f"--workloads {name} is too large for a CPU. Choose another one, or use a GPU.")
-    found = {pattern: matching([BASELINE, *LABELS], pattern) for pattern in bench.optimizers}
-    for pattern in (pattern for pattern, labels in found.items() if not labels):
-        raise ConfigError(f"There is no optimizer {near(pattern, [BASELINE, *LABELS])}")
-    chosen = [label for label in LABELS if any(label in labels for labels in found.values())]
-    clock = Clock(rounds=bench.rounds)
+    for pattern in bench.optimizers:
+        if not matching([BASELINE, *LABELS], pattern):
+            raise ConfigError(f"There is no optimizer {near(pattern, [BASELINE, *LABELS])}")
+    chosen = [label for label in LABELS if any(fnmatch(label, pattern) for pattern in bench.optimizers)]
+    clock, say = Clock(rounds=bench.rounds), partial(print, file=sys.stderr, flush=True)
     modes = bench.modes or ("captured" if device.type == "cuda" else "eager",)
     if "steps" in bench.parts:
         pairs = [(name, mode) for name in bench.workloads for mode in modes]
         names = [name for name, _ in pairs for _ in (BASELINE, *chosen)]
         jobs = [Job.of(WORKLOADS[name], mode, label, device) for name, mode in pairs for label in (BASELINE, *chosen)]
-        for name, row in zip(names, measure_steps(jobs, clock=clock, at_once=bench.at_once, say=_say), strict=True):
+        for name, row in zip(names, measure_steps(jobs, clock=clock, at_once=bench.at_once, say=say), strict=True):
             yield {"workload": name, **row}
     if "update" in bench.parts:
         for row in measure_update([label for label in UPDATES if label in chosen], clock=clock, device=device):
             yield {"workload": "gpt2-124m", **row}
 
 
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def _line(row: Row) -> str:
     name = f"{row['workload']:10} {row['mode'] if row['part'] == 'steps' else 'update':9} {row['label']:26}"
     if "error" in row:
         return f"{name} failed: {row['error']}"
-    numbers = [f"{row['step_ms']:9.3f}", f"{row['state_bytes_per_parameter']:8.2f}"]
-    for key, layout, width in (("ratio", ".3f", 8), ("peak_mib", ".0f", 9), ("memory_ratio", ".2f", 7)):
-        numbers.append(f"{row[key]:{width}{layout}}" if row.get(key) else " " * width)
+    numbers = [f"{row[key]:8.{digits}f}" if row.get(key) else " " * 8 for key, digits in _DIGITS.items()]
     return f"{name} {' '.join(numbers)}  {row.get('step', '')}"

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from tyro.conf import Positional
 
 from adahessian.lab.errors import ConfigError
-from adahessian.lab.paper_figures import momentum, quadratic, surface
+from adahessian.lab.paper_figures import surface, walks
 from adahessian.lab.paper_figures.style import save
-from adahessian.lab.results import frames, render
+from adahessian.lab.results import frames, plots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,6 @@ class Options:
     paths: tuple[Path, ...] = (Path("runs"),)  # Run files or folders, for figures of runs.
     task: str | None = None  # Task, for figures of runs. None takes the only one.
     weights: Path | None = None  # weights.pt of a finished run, for figure 2.
-    block: str | None = None  # Parameter or module, for figure 2. None takes the last weight matrix but one.
     data_dir: Path = Path("data")  # Folder with the data, for figure 2.
     output: Path | None = None  # PNG, SVG or PDF file. None writes figure-NAME.png.
 
@@ -43,14 +42,13 @@ def main(argv: Sequence[str]) -> None:
 
 def _draw(options: Options) -> Figure:
     if options.name == "1":
-        return quadratic.draw()
+        return walks.draw_quadratic()
     if options.name == "3":
-        return momentum.draw()
+        return walks.draw_momentum()
     if options.name == "2":
         if options.weights is None:
             raise ConfigError("--weights is missing. Figure 2 needs the weights.pt of a finished run.")
-        title, model, loss = surface.load_trained(options.weights, options.data_dir)
-        return surface.draw(surface.measure_surface(model, loss, options.block), title[0].upper() + title[1:])
+        return surface.draw(options.weights, options.data_dir)
     runs = frames.runs(options.paths)
     runs = runs[~runs.is_trial.astype(bool) & runs.task.isin([options.task] if options.task else runs.task)]
     tasks = list(dict.fromkeys(runs.task))
@@ -58,4 +56,4 @@ def _draw(options: Options) -> Figure:
         raise ConfigError(f"--task is needed to choose one task. --paths has runs of {', '.join(tasks) or 'none'}.")
     if frames.shown_in(options.name, runs).empty:
         raise ConfigError(f"--paths has no runs of {tasks[0]} for the figure {options.name}. Pass other paths.")
-    return render.draw(options.name, runs)
+    return plots.draw(options.name, runs)

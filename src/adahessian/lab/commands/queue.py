@@ -11,29 +11,30 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from tyro.conf import Positional
 
 from adahessian.lab.commands.train import parse_runs
-from adahessian.lab.configs.checks import at_least, positive
+from adahessian.lab.configs.checks import Count, Options, Positive
 from adahessian.lab.configs.run import Run, Session
 from adahessian.lab.errors import ConfigError, LabError, StoppedError
 from adahessian.lab.results.run_file import RunFiles
 from adahessian.lab.training.interrupts import Interrupts
 
+_say = partial(print, flush=True)
 _RESERVED = ("output", "resume", "overwrite", "exclusive", "stop_after_epochs", "stop_after_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class Queue(Options):
     """Train a list of runs. Finished runs are skipped, and interrupted runs are resumed."""
 
     file: Positional[Path]  # One line per run: TASK OPTIMIZER --options. The most important ones come first.
-    at_once: int = 1  # Runs at the same time. With 1, their times are recorded as exclusive.
-    minutes: float | None = None  # Time limit. Unfinished runs write a checkpoint, and the same command resumes them.
+    at_once: Count = 1  # Runs at the same time. With 1, their times are recorded as exclusive.
+    minutes: Positive | None = None  # Time limit. Then runs write a checkpoint, and the same command resumes them.
     data_dir: Path = Session.data_dir  # Folder with the data, for lines that do not set their own.
     output: Path = Session.output  # Folder for the runs.
 
@@ -44,7 +45,6 @@ class _Job:
     def __init__(self, run: Run, arguments: Sequence[str], precision: str, output: Path) -> None:
         self.run, self.arguments, self.precision = run, arguments, precision
         self.name = f"{run.task}: {run.label}, seed {run.seed}"
-        self.kind = (run.task, run.optimizer, run.config.epochs, run.config.steps)  # what decides its duration
         self.result = RunFiles(output=output, task=run.task, label=run.label, seed=run.seed).result
         self.log = self.result.with_suffix(".log")
 
@@ -53,7 +53,6 @@ class _Job:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "adahessian", "train", *self.arguments]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
-        self.started = time.monotonic()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=threads | os.environ
@@ -71,54 +70,44 @@ class _Job:
 def main(argv: Sequence[str]) -> None:
     """Train all runs, or as many as the time limit allows."""
     queue = tyro.cli(Queue, args=argv, prog="adahessian queue")
-    at_least(1, at_once=queue.at_once)
-    positive(minutes=queue.minutes)
     jobs = _read(queue)
     waiting = [job for job in jobs if not job.result.exists()]
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished.")
+    _say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished.")
     with Interrupts() as interrupts:
-        failed = _work(queue, waiting, interrupts, console)
+        failed = _work(queue, waiting, interrupts)
     if left := sum(not job.result.exists() for job in jobs) - failed:
-        console.print(f"{left} runs are left. Run the same command to continue.")
+        _say(f"{left} runs are left. Run the same command to continue.")
     if interrupts.requested:
         raise StoppedError("The queue was interrupted.", planned=False)
     if failed:
         raise LabError(f"{failed} runs of {queue.file} failed. Read their last lines above.")
 
 
-def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts, console: Console) -> int:
+def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts) -> int:
     """Start runs until none is left or time is over, and return how many failed."""
-    limit = 60 * queue.minutes if queue.minutes else float("inf")
-    until = time.monotonic() + limit
-    seconds: dict[object, float] = {}
+    until = time.monotonic() + 60 * (queue.minutes or float("inf"))
     running: list[_Job] = []
     is_stopping, failed = False, 0
     try:
         while True:
             if not is_stopping and (interrupts.requested or time.monotonic() > until):
                 is_stopping = True
-                console.print("Stopping. Every run writes a checkpoint.")
+                _say("Stopping. Every run writes a checkpoint.")
                 for job in running:
                     job.process.terminate()
-            for job in [] if is_stopping else [*waiting]:
-                expected = seconds.get(job.kind, 0.0)
-                # A run that takes longer than the limit is trained piece by piece.
-                can_finish = expected > limit or time.monotonic() + expected < until
-                if can_finish and len(running) < queue.at_once:
-                    waiting.remove(job)
-                    console.print(f"started   {job.name}")
-                    job.start(queue.at_once)
-                    running.append(job)
+            while waiting and len(running) < queue.at_once and not is_stopping:
+                job = waiting.pop(0)
+                _say(f"started   {job.name}")
+                job.start(queue.at_once)
+                running.append(job)
             if not running:
                 return failed
             time.sleep(0.1)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
-                seconds[job.kind] = max(time.monotonic() - job.started, seconds.get(job.kind, 0.0))
                 how, has_failed = job.end()
                 failed += has_failed
-                console.print(how)
+                _say(how)
     finally:  # whatever happens, no process stays behind
         for job in running:
             job.process.terminate()

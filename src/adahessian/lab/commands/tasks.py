@@ -41,10 +41,9 @@ def _description(preset: Preset) -> Iterator[str]:
         own = {name: value for name, value in values.items() if name not in common}
         yield f"{optimizer:<{width}}  {' '.join(typed(own))}"
     numbers = files("adahessian.lab.results").joinpath("paper_numbers.csv").read_text(encoding="utf-8")
-    for place, row in enumerate(row for row in csv.DictReader(numbers.splitlines()) if row["task"] == preset.name):
-        spread = f" ± {row['std']}" if row["std"] else ""
-        settings = " ".join(filter(None, [row["optimizer"], row["override"]]))
-        yield (
-            "\nIn the paper:\n" * (place == 0) + f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{spread}"
-        )
+    if rows := [row for row in csv.DictReader(numbers.splitlines()) if row["task"] == preset.name]:
+        yield "\nIn the paper:"
+    for row in rows:
+        settings = f"{row['optimizer']} {row['override']}".strip()
+        yield f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{' ± ' * bool(row['std'])}{row['std']}"
     yield f"\nadahessian train {preset.name}" + ("" if preset.needs_no_data else " --data-dir DIR")

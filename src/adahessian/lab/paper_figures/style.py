@@ -1,28 +1,32 @@
-"""The style of the paper's figures and of the demo."""
+"""The style of all figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colors, which can be told apart with any kind of color vision.
-BLUE, ORANGE, GREEN, VERMILION, GRAY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7A7A7A"
+# Okabe and Ito's colors, which people with any kind of color vision can tell apart.
+BLUE, SKY, ORANGE, VERMILION, GREEN, PINK = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7"
+GRAY = "#555555"
 
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E6E6E6",
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-}
+styled = matplotlib.rc_context(
+    {
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#E6E6E6",
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 5,
+    }
+)
+"""Decorates functions that draw a figure."""
 
 
 def save(figure: Figure, path: Path) -> None:

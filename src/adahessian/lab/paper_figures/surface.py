@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor, nn
@@ -19,7 +17,8 @@ from torch import Tensor, nn
 from adahessian.hessian.attention import plain_attention
 from adahessian.lab.configs import find_preset
 from adahessian.lab.errors import LabError
-from adahessian.lab.paper_figures.style import STYLE
+from adahessian.lab.paper_figures.style import styled
+from adahessian.lab.results.frames import heading, task_config
 from adahessian.lab.results.run_file import read_run
 from adahessian.lab.tasks.task import Env, load_task
 from adahessian.lab.training.checkpoint import load_checkpoint
@@ -27,9 +26,9 @@ from adahessian.lab.training.checkpoint import load_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Surface:
-    """Losses on a grid around trained weights."""
+    """Losses on a grid around a trained weight."""
 
-    block: str
+    weight: str
     eigenvalues: np.ndarray  # the two of largest magnitude
     offsets: np.ndarray  # along each eigenvector, which has length 1
     losses: np.ndarray  # a row per offset along the first eigenvector
@@ -40,117 +39,82 @@ def load_trained(weights: Path, data_dir: Path) -> tuple[str, nn.Module, Callabl
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = read_run(Path(f"{weights.absolute().parent}.json"))
     preset = find_preset(result.task)
-    config = preset.config(result.optimizer)
-    options = {name: tuple(v) if isinstance(v, list) else v for name, v in result.config["task"].items()}
-    config = replace(config, task=replace(config.task, **options))
+    config = replace(preset.config(result.optimizer), task=task_config(result.task, result.config["task"]))
     task = load_task(config, Env(data_dir=data_dir, device=device, seed=result.seed))
     # In eval mode, the loss is a function of the weights alone.
     model = task.build_model().eval()
     model.load_state_dict(load_checkpoint(weights, device))
     batch = next(iter(task.batches(0)))
-    return preset.title, model, lambda: task.loss(model, batch)
+    return heading(preset.name), model, lambda: task.loss(model, batch)
 
 
-def measure_surface(model: nn.Module, loss: Callable[[], Tensor], block: str | None = None) -> Surface:
-    """Compute the losses along the two leading eigenvectors of a block's Hessian. The weights stay as they are.
+def measure_surface(model: nn.Module, loss: Callable[[], Tensor]) -> Surface:
+    """Compute losses along the two leading eigenvectors of a weight's Hessian. The model stays as it is.
 
-    The model is in eval mode. A block is a parameter or a module. None takes the last weight matrix but one, as in the
-    paper.
+    As in the paper, the weight is the last matrix but one. The model is in eval mode.
     """
-    name, parameters = find_block(model, block)
+    matrices = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    name, weight = matrices[-2:][0]
     with plain_attention():
-        values, vectors = leading_eigenpairs(loss(), parameters)
+        values, vectors = leading_eigenpairs(loss(), weight)
         # The axes end where a parabola of the first curvature has risen by 1.
         reach = math.sqrt(2 / abs(values[0]))
         offsets = np.linspace(-reach, reach, 21)
-        losses = losses_around(loss, parameters, vectors, offsets)
-    return Surface(block=name, eigenvalues=values, offsets=offsets, losses=losses)
+        losses = losses_around(loss, weight, vectors, offsets)
+    return Surface(weight=name, eigenvalues=values, offsets=offsets, losses=losses)
 
 
-def find_block(model: nn.Module, block: str | None) -> tuple[str, list[nn.Parameter]]:
-    """Return the name and the parameters of a block."""
-    named = dict(model.named_parameters())
-    if block is None:
-        matrices = [name for name, parameter in named.items() if parameter.dim() > 1] or list(named)
-        block = matrices[-2:][0]
-    chosen = [parameter for name, parameter in named.items() if name == block or name.startswith(f"{block}.")]
-    if not chosen:
-        raise LabError(f"--block {block} does not exist. Pass one of {', '.join(named)}, or the beginning of one.")
-    return block, chosen
-
-
-def leading_eigenpairs(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[np.ndarray, Tensor]:
-    """Return the two eigenvalues of largest magnitude, the larger one first, and the eigenvectors as rows.
+def leading_eigenpairs(loss: Tensor, weight: nn.Parameter) -> tuple[np.ndarray, Tensor]:
+    """Return the two eigenvalues of largest magnitude, the larger one first, and the eigenvectors, shaped like weights.
 
     Hessian-vector products are exact, by double backward.
     """
-    gradient = _flat(torch.autograd.grad(loss, parameters, create_graph=True))
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
 
     def product(vector: np.ndarray) -> np.ndarray:
-        tangent = torch.as_tensor(vector.reshape(-1)).to(gradient)
-        rows = torch.autograd.grad(gradient @ tangent, parameters, retain_graph=True, materialize_grads=True)
-        return _flat(rows).double().cpu().numpy()
+        tangent = torch.as_tensor(vector).to(gradient).view_as(gradient)
+        (row,) = torch.autograd.grad(gradient, weight, tangent, retain_graph=True, materialize_grads=True)
+        return row.flatten().double().cpu().numpy()
 
-    size = len(gradient)
+    size = weight.numel()
     start = np.random.default_rng(0).standard_normal(size)
     if not gradient.requires_grad or size < 3 or not product(start).any():
-        raise LabError("--block has no curvature, or fewer than 3 parameters. Pass another block.")
+        raise LabError("The weight of figure 2 has no curvature, or fewer than 3 elements. Pass other --weights.")
     try:
         values, vectors = eigsh(LinearOperator((size, size), product, dtype=np.float64), k=2, v0=start, tol=1e-4)
     except ArpackError as error:
-        raise LabError(f"The eigenvectors of --block did not converge ({error}). Pass another block.") from error
+        raise LabError(f"The eigenvectors of figure 2 did not converge ({error}). Pass other --weights.") from error
     order = np.argsort(-np.abs(values))
-    return values[order], torch.as_tensor(vectors.T[order].copy()).to(gradient)
+    return values[order], torch.as_tensor(vectors.T[order].copy()).to(gradient).view(2, *weight.shape)
 
 
-def losses_around(
-    loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter], vectors: Tensor, offsets: np.ndarray
-) -> np.ndarray:
-    """Return the losses where parameters are moved along two vectors, and move them back."""
-    centers = [parameter.detach().clone() for parameter in parameters]
+@torch.no_grad()
+def losses_around(loss: Callable[[], Tensor], weight: nn.Parameter, vectors: Tensor, offsets: np.ndarray) -> np.ndarray:
+    """Return the losses where a weight is moved along two vectors, and move it back."""
+    center = weight.clone()
 
     def loss_at(first: float, second: float) -> float:
-        shifts = (first * vectors[0] + second * vectors[1]).split([center.numel() for center in centers])
-        for parameter, center, shift in zip(parameters, centers, shifts, strict=True):
-            parameter.copy_(center + shift.view(center.shape))
+        weight.copy_(center + first * vectors[0] + second * vectors[1])
         return loss().item()
 
-    with torch.no_grad():
-        losses = np.array([[loss_at(first, second) for second in offsets] for first in offsets])
-        loss_at(0, 0)
+    losses = np.array([[loss_at(first, second) for second in offsets] for first in offsets])
+    weight.copy_(center)
     return losses
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def draw(surface: Surface, title: str) -> Figure:
-    """Draw the surface in perspective and from above."""
-    losses = surface.losses
+@styled
+def draw(weights: Path, data_dir: Path) -> Figure:
+    """Draw the loss around the weights of a run."""
+    title, model, loss = load_trained(weights, data_dir)
+    surface = measure_surface(model, loss)
     first, second = np.meshgrid(surface.offsets, surface.offsets, indexing="ij")
     of_first, of_second = (rf"eigenvector, $\lambda$ = {value:.3g}" for value in surface.eigenvalues)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.5, 5.2), layout="constrained")
-        perspective: Any = figure.add_subplot(1, 2, 1, projection="3d")
-        perspective.plot_surface(first, second, losses, cmap="viridis", linewidth=0.2, edgecolor="#00000040")
-        perspective.set_xlabel(f"first {of_first}", labelpad=10)
-        perspective.set_ylabel(f"second {of_second}", labelpad=10)
-        perspective.set_zlabel("loss", labelpad=10)
-        perspective.tick_params(labelsize=8)
-        perspective.locator_params(nbins=5)
-        perspective.set_box_aspect(None, zoom=0.85)
-        above = figure.add_subplot(1, 2, 2)
-        scale: dict[str, Any] = {"levels": 24}
-        # Losses span orders of magnitude, so evenly spaced levels would leave the valley empty.
-        if losses.min() > 0:
-            scale = {"levels": np.geomspace(losses.min(), losses.max() * 1.001, 24), "norm": LogNorm()}
-        contours = above.contourf(first, second, losses, cmap="viridis", **scale)
-        above.contour(first, second, losses, colors="white", linewidths=0.4, alpha=0.6, **scale)
-        above.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=8, label="trained weights")
-        above.set(xlabel=f"first {of_first}", ylabel=f"second {of_second}", aspect="equal")
-        above.grid(visible=False)
-        above.legend(loc="upper right", frameon=True, framealpha=0.9)
-        figure.colorbar(contours, ax=above, label="loss", format="%.2g")
-        figure.suptitle(f"{title}: {surface.block}", fontsize=11, fontweight="bold")
+    figure = Figure(figsize=(7.5, 6), layout="constrained")
+    axes: Any = figure.add_subplot(projection="3d", title=f"{title}: {surface.weight}")
+    axes.plot_surface(first, second, surface.losses, cmap="viridis", linewidth=0.2, edgecolor="#00000040")
+    axes.set(xlabel=f"first {of_first}", ylabel=f"second {of_second}", zlabel="loss")
+    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+        axis.labelpad = 12
+    axes.locator_params(nbins=5)
+    axes.set_box_aspect(None, zoom=0.9)
     return figure

@@ -10,22 +10,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy.stats import ttest_ind
 
 from adahessian.lab.configs import PRESETS, find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS
 from adahessian.lab.configs.run import Metric, TaskConfig
 from adahessian.lab.errors import RunFileError
-from adahessian.lab.results.run_file import RunResult, find_runs, json_files, read_stored
+from adahessian.lab.results.run_file import RunResult, find_runs, read_stored
 
 # Runs that agree in these columns differ in their seeds alone.
 GROUP = ["task", "label", "conditions"]
-
-_BASELINES = ("sgd", "adam", "adamw")
-ORDER = (*_BASELINES, *(name for name in reversed(OPTIMIZERS) if name not in _BASELINES))
-"""Optimizers in the order of tables."""
+# Optimizers in the order of tables.
+ORDER = ("sgd", "adam", "adamw", *(name for name in reversed(OPTIMIZERS) if name not in ("sgd", "adam", "adamw")))
 
 
 def runs(paths: Sequence[Path], warn: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
@@ -43,26 +39,25 @@ def runs(paths: Sequence[Path], warn: Callable[[str], None] = lambda _: None) ->
     if not rows:
         return pd.DataFrame(columns=["task", "label", "seed", "is_trial"])
     latest = pd.DataFrame(rows).sort_values("date", kind="stable").drop_duplicates([*GROUP, "seed"], keep="last")
-    order = [*PRESETS]
-    return latest.sort_index().sort_values("task", key=lambda tasks: tasks.map(order.index), kind="stable")
+    return latest.sort_index().sort_values("task", key=lambda tasks: tasks.map([*PRESETS].index), kind="stable")
 
 
 def curves(runs: pd.DataFrame) -> pd.DataFrame:
     """Return one row per evaluation, with the columns of the run's curve."""
-    keys = ["label", "optimizer", "seed"]
-    parts = [pd.DataFrame(run["curve"]).assign(**{key: run[key] for key in keys}) for run in runs.to_dict("records")]
+    columns = zip(runs.curve, runs.label, runs.optimizer, strict=True)
+    parts = [pd.DataFrame(curve).assign(label=label, optimizer=optimizer) for curve, label, optimizer in columns]
     return pd.concat(parts, ignore_index=True)
 
 
 def bench(paths: Iterable[Path]) -> pd.DataFrame:
-    """Read benchmark files: one row per row of each file, with the file, its hardware, commit and date."""
+    """Read the benchmark files in folders: one row per row of each file, with the file, its commit and hardware."""
     rows = []
-    for file in (file for path in paths for file in json_files(path)):
+    for file in (file for path in paths for file in sorted(path.rglob("*.json"))):
         with suppress(RunFileError):  # reported by runs()
             if content := read_stored(file, "rows"):
                 first = content["provenance"][0]
-                origin = {name: first.get(name) for name in ("command", "commit", "date")}
-                rows += [{**row, "file": file.name, **origin, "hardware": hardware(first)} for row in content["rows"]]
+                origin = {"file": file.name, "commit": first["commit"], "hardware": hardware(first)}
+                rows += [row | origin for row in content["rows"]]
     return pd.DataFrame(rows)
 
 
@@ -88,15 +83,6 @@ def most_seeds(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[runs.conditions == runs.conditions.mode()[0]] if len(runs) else runs
 
 
-def difference(values: pd.Series[float], baseline: pd.Series[float]) -> tuple[float, float, float]:
-    """Return the difference of two means and its 95% interval (Welch), NaN where there are not two values each."""
-    values, baseline = values.dropna(), baseline.dropna()
-    low = high = math.nan
-    if min(len(values), len(baseline)) > 1:
-        low, high = ttest_ind(values, baseline, equal_var=False).confidence_interval()
-    return float(values.mean() - baseline.mean()), float(low), float(high)
-
-
 def shown_in(figure: str, runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of a figure: families of several lengths, recipes of three learning rates, or the main length."""
     if figure == "race":
@@ -118,8 +104,8 @@ def leading(rows: pd.DataFrame, column: str, *, most: int, per_optimizer: int) -
 def race_points(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the means of complete runs by family and length, for the families of one task with several lengths.
 
-    The column ``budget`` is the time of training: steps times the time per step of the family's exclusive runs. It is
-    the number of steps if a family has none, or if these runs had different hardware. ``attrs["unit"]`` says which.
+    The column ``budget`` is the time of training. It is the number of steps if a family has no exclusive runs, or if
+    these had different hardware. ``attrs["unit"]`` says which.
     """
     racing = shown_in("race", most_seeds(runs))
     racing = racing[racing.family.isin(leading(racing, "family", most=10, per_optimizer=2))]
@@ -130,18 +116,6 @@ def race_points(runs: pd.DataFrame) -> pd.DataFrame:
     points = points.sort_values(["family", "steps"], ignore_index=True)
     points.attrs["unit"] = "seconds" if is_timed else "steps"
     return points
-
-
-def budget_for(points: pd.DataFrame, target: float, *, higher_is_better: bool = True) -> float:
-    """Return the budget at which a family's points reach a target, by log-linear interpolation. NaN: never."""
-    sign = 1.0 if higher_is_better else -1.0
-    reached = np.maximum.accumulate((sign * points["mean"]).fillna(-math.inf).to_numpy(dtype=float))
-    end = int(np.searchsorted(reached, sign * target))
-    if end == len(reached):
-        return math.nan
-    between = slice(end - 1 if end and math.isfinite(reached[end - 1]) else end, end + 1)
-    budgets = np.log(points["budget"].to_numpy(dtype=float))
-    return float(np.exp(np.interp(sign * target, reached[between], budgets[between])))
 
 
 def short_labels(labels: Iterable[str]) -> dict[str, str]:
@@ -157,6 +131,12 @@ def title(label: str) -> str:
     text = " ".join([OPTIMIZERS[optimizer].title if optimizer in OPTIMIZERS else optimizer, *options])
     text = text.replace("product-dtype=bfloat16", "bf16").replace("weight-decay=", "wd=").replace("=True", "")
     return re.sub("(curvature|batch)-(every|warmup|fraction)=", r"\2=", text)
+
+
+def heading(task: Any) -> str:
+    """Return the title of a task with a capital letter."""
+    title = find_preset(task).title
+    return title[0].upper() + title[1:]
 
 
 def metric_of(runs: pd.DataFrame) -> Metric:

@@ -73,21 +73,13 @@ def read_stored(path: Path, key: Literal["curve", "rows"]) -> dict[str, Any] | N
 
 
 def find_runs(paths: Sequence[Path], warn: Callable[[str], None]) -> Iterator[tuple[Path, RunResult]]:
-    """Yield files and their runs. Folders are searched for files.
-
-    In folders, other JSON files are skipped, and damaged ones are reported to ``warn``. Named files must be run files.
-    """
+    """Yield run files, and those in folders, with their runs. Damaged files in folders are reported to ``warn``."""
     for path in paths:
-        for file in json_files(path):
+        if not path.is_dir():
+            yield path, read_run(path)
+        for file in sorted(path.rglob("*.json")):
             try:
-                if file == path or read_stored(file, "curve"):
+                if read_stored(file, "curve"):
                     yield file, read_run(file)
             except RunFileError as error:
-                if file == path:
-                    raise
                 warn(str(error))
-
-
-def json_files(path: Path) -> list[Path]:
-    """Return the JSON files in a folder, or the file itself."""
-    return sorted(path.rglob("*.json")) if path.is_dir() else [path]

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scipy.stats import ttest_ind
+from tabulate import tabulate
 
 from adahessian.lab.configs import find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS
-from adahessian.lab.results import frames, paper
+from adahessian.lab.results import frames
 
 Choices = Mapping[str, Mapping[str, str]]
 """By task: options that all runs to compare share (``"shared"``), and labels of optimizers without the preset's."""
+
+WORDS = ("task", "optimizer", "options", "setting", "conditions", "table", "metric")
+"""Columns of text. Other columns are aligned to the right."""
+
+_STEP_TIME = "step_ms / "
 
 
 def sections(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Yield title and runs of each task and length, trials on their own. Only these are compared."""
     for (task, length, is_trial), together in runs.groupby(["task", "length", "is_trial"], sort=False):
-        yield f"{heading(task)}, {length}{', trials with held-out data' if is_trial else ''}", together
+        yield f"{frames.heading(task)}, {length}{', trials with held-out data' if is_trial else ''}", together
 
 
-def heading(task: Any) -> str:
-    """Return the title of a task with a capital letter."""
-    title = find_preset(task).title
-    return title[0].upper() + title[1:]
+def text(table: pd.DataFrame, form: str = "pipe", width: int | None = None) -> str:
+    """Return a table as Markdown or in another of tabulate's formats, with columns of limited width."""
+    look: Any = {"tablefmt": form, "maxcolwidths": width, "disable_numparse": True, "break_on_hyphens": False}
+    return tabulate(
+        table.to_dict("list"), [*table], colalign=["left" if name in WORDS else "right" for name in table], **look
+    )
 
 
 def number(value: float | None, digits: int) -> str:
@@ -64,8 +74,6 @@ def task_table(runs: pd.DataFrame) -> pd.DataFrame:
     table["seeds"] = summary.n.map(str)
     if summary.diverged.any():
         table["diverged"] = summary.diverged.map(str)
-    if (summary.best - summary["mean"]).abs().max() > 10.0**-metric.digits / 2:
-        table["best evaluation"] = [number(value, metric.digits) for value in summary.best]
     for name in dict.fromkeys(name for final in runs.final for name in final if name != metric.name):
         other = frames.summarize(runs, name)
         means = other["mean"].where(other.n == summary.n)  # runs of earlier versions may lack it
@@ -80,8 +88,9 @@ def compared(runs: pd.DataFrame, choices: Choices) -> Iterator[tuple[str, Mappin
     """Yield title, choices and runs by optimizer: at each task's preset settings, and at those a sweep selected."""
     for task, own in runs.groupby("task", sort=False):
         choice, metric = choices.get(str(task), {}), frames.metric_of(own)
-        title = f"{heading(task)}, {metric.title}{'' if metric.higher_is_better else ' (lower is better)'}"
-        selected = own[own.selection.notna()].groupby("optimizer")["label"].last()
+        title = f"{frames.heading(task)}, {metric.title}{'' if metric.higher_is_better else ' (lower is better)'}"
+        is_selected = [bool(each) and each.get("budget", 1) == 1 for each in own.selection]
+        selected = own[is_selected].groupby("optimizer")["label"].last()
         labels = {name: choice.get(name, f"{name} {choice.get('shared', '')}".strip()) for name in frames.ORDER}
         for kind, chosen in (("", labels), (", tuned", dict(selected))):
             found = {name: frames.most_seeds(own[own.label == label]) for name, label in chosen.items()}
@@ -93,7 +102,7 @@ def comparison(runs: pd.DataFrame, choices: Choices) -> pd.DataFrame:
     """Return the main table: a row per task, a column per optimizer. An asterisk marks settings of ``choices``."""
     rows = []
     for title, choice, found in compared(runs, choices):
-        cells = {name: result(each) + "*" * (choice.get(name) in set(each.label)) for name, each in found.items()}
+        cells = {name: result(own) + "*" * (choice.get(name) in set(own.label)) for name, own in found.items()}
         rows.append({"task": title, **cells})
     return _present(rows)
 
@@ -105,7 +114,7 @@ def differences(runs: pd.DataFrame, choices: Choices, baseline: str = "adamw") -
         several = {name: each for name, each in found.items() if each.value.count() > 1}
         base = several.pop(baseline, runs[:0])
         if len(base) and several:
-            rows.append({"task": title, **{name: interval(each, base) for name, each in several.items()}})
+            rows.append({"task": title, **{name: interval(each, base)[0] for name, each in several.items()}})
     return _present(rows)
 
 
@@ -116,30 +125,33 @@ def verdicts(runs: pd.DataFrame, optimizer: str, baseline: str, choices: Choices
             yield f"{title}: {verdict(own, base)}"
 
 
-def interval(runs: pd.DataFrame, baseline: pd.DataFrame) -> str:
-    """Return the difference of two means and its 95% interval: ``+0.10 [-0.31, +0.51]``."""
-    digits = frames.metric_of(runs).digits
-    mean, low, high = frames.difference(runs.value, baseline.value)
-    return f"{mean:+.{digits}f}" + ("" if math.isnan(low) else f" [{low:+.{digits}f}, {high:+.{digits}f}]")
+def interval(runs: pd.DataFrame, baseline: pd.DataFrame) -> tuple[str, float, float]:
+    """Return the difference of two means with its 95% interval (Welch), and the ends: ``+0.10 [-0.31, +0.51]``."""
+    digits, values, others = frames.metric_of(runs).digits, runs.value.dropna(), baseline.value.dropna()
+    text = f"{values.mean() - others.mean():+.{digits}f}"
+    if min(len(values), len(others)) < 2:
+        return text, math.nan, math.nan
+    low, high = ttest_ind(values, others, equal_var=False).confidence_interval()
+    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]", low, high
 
 
 def verdict(runs: pd.DataFrame, baseline: pd.DataFrame) -> str:
     """Return :func:`interval` and what it says: ``+0.10 [-0.31, +0.51], no significant difference``."""
-    _, low, high = frames.difference(runs.value, baseline.value)
+    text, low, high = interval(runs, baseline)
     better, worse = ("better", "worse") if frames.metric_of(runs).higher_is_better else ("worse", "better")
-    text = better if low > 0 else worse if high < 0 else "no significant difference"
-    return f"{interval(runs, baseline)}, {'too few runs' if math.isnan(low) else text}"
+    said = better if low > 0 else worse if high < 0 else "no significant difference"
+    return f"{text}, {'too few runs' if math.isnan(low) else said}"
 
 
 def race_table(runs: pd.DataFrame, baseline: str = "adamw") -> pd.DataFrame:
-    """Return a row per family of one task: its result by length, and the budget for the baseline's longest result."""
-    points, better = frames.race_points(runs), frames.metric_of(runs).higher_is_better
+    """Return a row per family of one task: its results by length, and the shortest as good as the baseline."""
+    points, sign = frames.race_points(runs), 1 if frames.metric_of(runs).higher_is_better else -1
     table = _grid(runs[runs.label.isin(points.label)], "family", "steps", "{:,} steps")
     if len(base := points[points.family == baseline]):
-        target, unit = base["mean"].iloc[-1], base.budget.iloc[-1]
-        budgets = [frames.budget_for(own, target, higher_is_better=better) for _, own in points.groupby("family")]
+        reached = points[sign * points["mean"] >= sign * base["mean"].iloc[-1]].groupby("family").budget.min()
+        budgets = reached.reindex(points.family.unique()) / base.budget.iloc[-1]
         title = f"budget for the result of {frames.title(baseline)}"
-        table[title] = [number(budget / unit, 2) or "not reached" for budget in budgets]
+        table[title] = [number(budget, 2) or "not reached" for budget in budgets]
     return table
 
 
@@ -167,9 +179,48 @@ def variants(runs: pd.DataFrame, labels: Mapping[str, str], lengths: Mapping[str
     return _present(rows)
 
 
+def paper_numbers() -> pd.DataFrame:
+    """Return every number of the paper, one row each. ``seeds`` is 0 where no run of ours can reproduce it."""
+    numbers = pd.read_csv(Path(__file__).with_name("paper_numbers.csv")).fillna({"override": ""})
+    return numbers.assign(label=(numbers.optimizer + " " + numbers.override).str.strip())
+
+
+def beside_paper(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the paper's numbers with ours. ``best`` is what the authors' script reports: the best evaluation."""
+    numbers = paper_numbers()
+    return numbers.join(pd.DataFrame([_ours(row, runs) for row in numbers.to_dict("records")]))
+
+
+def missing(runs: pd.DataFrame) -> Iterator[str]:
+    """Yield a line for ``adahessian queue`` for each setting of the paper that lacks seeds, below a comment."""
+    wanted = paper_numbers()
+    wanted = wanted[(wanted.seeds > 0) & ~wanted.metric.str.startswith(_STEP_TIME)]
+    for (task, label), numbers in wanted.groupby(["task", "label"], sort=False):
+        have, most = set(runs[(runs.task == task) & (runs.label == label)].seed), int(numbers.seeds.max())
+        if seeds := [seed for seed in range(1, most + len(have) + 1) if seed not in have][: max(0, most - len(have))]:
+            optimizer, *options = str(label).split()
+            words = [optimizer, *(f"--{option.replace('=', ' ').replace('+', ' ')}" for option in options)]
+            yield f"# {', '.join(numbers.table.unique())}: {find_preset(str(task)).title}"
+            yield f"{task} {' '.join(words)} --seeds {' '.join(map(str, seeds))}"
+
+
+def _ours(row: dict[Any, Any], runs: pd.DataFrame) -> dict[str, Any]:
+    nothing = {"ours": math.nan, "ours_std": math.nan, "n": 0, "diverged": 0, "best": math.nan}
+    runs = runs[runs.task == row["task"]]
+    own = runs[runs.label == row["label"]]
+    if row["seeds"] == 0 or own.empty:
+        return nothing
+    if row["metric"].startswith(_STEP_TIME):
+        base = runs[runs.label == row["metric"].removeprefix(_STEP_TIME)]
+        return {**nothing, "ours": own.step_ms.median() / base.step_ms.median(), "n": int(own.step_ms.count())}
+    group = frames.summarize(frames.most_seeds(own), row["metric"]).iloc[0]
+    best = group["best"] if own.watched.iloc[0] == row["metric"] else math.nan
+    return {**group[["n", "diverged"]], "ours": group["mean"], "ours_std": group["std"], "best": best}
+
+
 def paper_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the paper's numbers that runs of ours can be compared with."""
-    both, rows = paper.beside_paper(runs), []
+    both, rows = beside_paper(runs), []
     for row in both[both.n + both.diverged > 0].to_dict("records"):
         digits = frames.task_config(row["task"]).metric.digits
         ours = f"{spread(row['ours'], row['ours_std'], digits)} ({row['n']})" if row["n"] else "diverged"
