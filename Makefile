@@ -35,7 +35,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/adahessian bench --parts update --output runs/bench.json
+	$(BIN)/adahessian bench --workloads gpt2-124m --modes update --output runs/bench.json
 
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -2,10 +2,10 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 from adahessian.lab.configs import find_preset
-from adahessian.lab.configs.run import as_json, label
+from adahessian.lab.configs.run import label
 from adahessian.lab.results import frames
 from adahessian.lab.results.run_file import RunFiles, RunResult
 
@@ -30,7 +30,7 @@ def make_run(optimizer="sgd", seed=1, value=92.0, *, task="cifar10-resnet20", fi
         label=label(optimizer, config, preset),
         seed=seed,
         status="diverged" if diverged else "finished",
-        config=json.loads(json.dumps(as_json(config))),
+        config=json.loads(json.dumps(asdict(config))),
         conditions={"device": stored["device"], "precision": "tf32", "compiled": True, "processes": 1},
         curve={
             "step": [steps // 3, 2 * steps // 3, steps],

@@ -9,20 +9,14 @@ import torch
 from rich.console import Console
 from tiny_data import WRITERS
 
-from adahessian.lab.commands.train import execute, parse_runs
+from adahessian.lab.commands import train as command
 from adahessian.lab.results.run_file import RunFiles, RunResult
 
 
 def typed(folder: Path, **options: Any) -> list[str]:
     """Return options as they are typed. Data is in ``folder / "data"``, and runs go to ``folder / "runs"``."""
     words = ["--data-dir", str(folder / "data"), "--output", str(folder / "runs"), "--device", "cpu"]
-    for name, value in options.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            words += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
-    return words
+    return words + command.typed({name: tuple(v) if isinstance(v, list) else v for name, v in options.items()})
 
 
 def write_data(task: str, folder: Path) -> None:
@@ -34,8 +28,8 @@ def write_data(task: str, folder: Path) -> None:
 
 def train(task: str, optimizer: str, folder: Path, **options: Any) -> RunResult:
     """Train one run."""
-    (run,), session = parse_runs([task, optimizer, *typed(folder, **options)], "adahessian train")
-    return execute(run, session, console=Console(quiet=True))
+    (run,), session = command.parse_runs([task, optimizer, *typed(folder, **options)], "adahessian train")
+    return command.execute(run, session, console=Console(quiet=True))
 
 
 def files_of(result: RunResult, folder: Path) -> RunFiles:

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from adahessian.lab.bench import whole_step
-from adahessian.lab.bench.memory import state_bytes
-from adahessian.lab.bench.update import UPDATES, measure_update
-from adahessian.lab.bench.whole_step import BASELINE, LABELS, Clock, Job, Timed, measure_steps, median_ratio, prepare
-from adahessian.lab.bench.workloads import WORKLOADS
+from adahessian.lab.bench.jobs import BASELINE, Job, prepare, start, state_bytes
+from adahessian.lab.bench.measure import Clock, measure, median_ratio
+from adahessian.lab.bench.workloads import LABELS, WORKLOADS
 from adahessian.lab.commands import bench
 from adahessian.lab.errors import ConfigError, RunExistsError
 from adahessian.lab.results import frames
@@ -102,25 +100,23 @@ def test_nothing_but_torch_and_tyro_is_needed():
     assert "--at-once" in done.stdout, done.stderr
 
 
+class Costing:
+    def __init__(self, name, costs, log):
+        self.name, self.costs, self.log, self.cycle = name, costs, log, len(costs)
+
+    def seconds(self, count):
+        taken = self.log.count(self.name)
+        self.log.extend([self.name] * count)
+        return sum(self.costs[step % self.cycle] for step in range(taken, taken + count))
+
+
 def test_rounds_hold_whole_cycles_and_last_long_enough():
     log = []
-
-    def costing(name, costs):
-        def seconds(count):
-            taken = log.count(name)
-            log.extend([name] * count)
-            return sum(costs[step % len(costs)] for step in range(taken, taken + count))
-
-        return Timed(seconds, len(costs))
-
-    timed = {"rare": costing("rare", [5.0, 1.0, 1.0, 1.0]), "even": costing("even", [2.0])}
-    times = Clock(rounds=3, min_seconds=9).in_rounds(timed)
+    turns = {"rare": Costing("rare", [5.0, 1.0, 1.0, 1.0], log), "even": Costing("even", [2.0], log)}
+    times = Clock(rounds=3, min_seconds=9).in_rounds(turns)
     assert times == {"rare": [2.0] * 3, "even": [2.0] * 3}
     assert log == ["rare"] * 4 + ["even"] + 3 * (["rare"] * 8 + ["even"] * 5)
-
-
-def test_ratios_are_taken_within_rounds():
-    # The machine was three times slower in the second round.
+    # Ratios are taken within rounds. The machine was three times slower in the second round.
     assert median_ratio([2.0, 6.0, 2.2], [1.0, 3.0, 1.0]) == 2.0
 
 
@@ -136,13 +132,16 @@ def test_failures_do_not_end_the_benchmark():
         *jobs_of(WORKLOADS["digits"], "eager", baseline=adam, adamw=replace(adamw, lr=1e30), muon=LABELS["muon"]),
         *jobs_of(unusable, "eager", baseline=adam),
         *jobs_of(replace(unusable, loss=die), "eager", baseline=adam),
+        *jobs_of(replace(WORKLOADS["digits"], batch_size=3), "eager", baseline=replace(adamw, lr=1e30), adamw=adamw),
     ]
-    _, diverged, muon, failed, died = measure_steps(jobs, clock=ONCE, at_once=5)
+    _, diverged, muon, failed, died, failed_baseline, without = measure(jobs, clock=ONCE, at_once=7)
     assert "finite" in diverged["error"]
     assert "step_ms" not in diverged
     assert muon["ratio"] > 0
     assert failed["error"] == "broken"
     assert "code 7" in died["error"]
+    assert "finite" in failed_baseline["error"]
+    assert (without["ratio"], without["memory_ratio"], without["step_ms"] > 0) == (None, None, True)
 
 
 def fail(message, model, batch):
@@ -153,26 +152,12 @@ def die(model, batch):
     os._exit(7)
 
 
-def test_a_failed_baseline_leaves_times_without_ratios():
-    jobs = jobs_of(WORKLOADS["digits"], "eager", baseline=replace(LABELS["adamw"], lr=1e30), adamw=LABELS["adamw"])
-    failed, adamw = measure_steps(jobs, clock=ONCE)
-    assert "finite" in failed["error"]
-    assert (adamw["ratio"], adamw["memory_ratio"]) == (None, None)
-    assert adamw["step_ms"] > 0
-
-
 def test_compiled_steps_say_so():
-    workload = replace(WORKLOADS["digits"], model=partial(Flat, 8), batch_size=4)
+    layers = (nn.Flatten(), nn.Linear(192, 8), nn.Tanh(), nn.Linear(8, 10))  # which compile in no time
+    workload = replace(WORKLOADS["digits"], model=lambda: nn.Sequential(*layers), batch_size=4)
     for label, kind in {BASELINE: "compiled", "adahessian": "compiled", "sophia": "mixed"}.items():
         config = LABELS["sgd" if label == BASELINE else label]
         assert prepare(Job(workload, "captured", label, config, CPU))[1]["step"] == kind
-
-
-class Flat(nn.Sequential):
-    """Two layers, which compile in no time."""
-
-    def __init__(self, width):
-        super().__init__(nn.Flatten(), nn.Linear(192, width), nn.Tanh(), nn.Linear(width, 10))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there are no CUDA graphs without a GPU")
@@ -183,8 +168,8 @@ def test_captured_steps_equal_eager_ones(label, monkeypatch):
     changes = []
     # The baseline takes three steps before its capture, which takes none itself.
     for mode, steps in (("eager", 8), ("captured", 5 if label == BASELINE else 8)):
-        before, _ = WORKLOADS["lstm"].build(torch.device("cuda"), 0)
-        training = whole_step.start(Job(WORKLOADS["lstm"], mode, label, LABELS[name], torch.device("cuda")))
+        before, _ = WORKLOADS["lstm"].build(torch.device("cuda"))
+        training = start(Job(WORKLOADS["lstm"], mode, label, LABELS[name], torch.device("cuda")))
         for _ in range(steps):
             training()
         pairs = zip(training.model.parameters(), before.parameters(), strict=True)
@@ -192,15 +177,13 @@ def test_captured_steps_equal_eager_ones(label, monkeypatch):
     torch.testing.assert_close(changes[1], changes[0], rtol=1e-2, atol=1e-4)
 
 
-def test_updates_of_all_optimizers_take_turns():
-    rows = {
-        row["label"]: row
-        for row in measure_update(UPDATES[1:], partial(nn.Linear, 64, 64, bias=False), clock=ONCE, device=CPU)
-    }
-    assert tuple(rows) == UPDATES
-    assert rows["adamw"]["ratio"] == 1
-    assert rows["muon"]["ratio"] > 0
-    assert rows["adamw"]["state_bytes_per_parameter"] == 8
+def test_updates_alone():
+    workload = replace(WORKLOADS["digits"], model=partial(nn.Linear, 64, 64, bias=False))  # which has no loss
+    jobs = jobs_of(workload, "update", baseline=LABELS["adamw"], muon=LABELS["muon"], adahessian=LABELS["adahessian"])
+    rows = {row["label"]: row for row in measure(jobs, clock=ONCE, at_once=3)}
+    assert rows[BASELINE]["ratio"] == 1
+    assert all(row["ratio"] > 0 for row in rows.values())
+    assert rows[BASELINE]["state_bytes_per_parameter"] == 8
     assert rows["adahessian"]["state_bytes_per_parameter"] == pytest.approx(4 + 4 / 32)
 
 
@@ -212,9 +195,9 @@ def test_state_counts_without_scalars():
 
 
 @pytest.mark.parametrize("name", ["digits", "lstm"])
-def test_workloads_depend_on_the_seed_alone(name):
+def test_workloads_are_the_same_each_time(name):
     torch.manual_seed(1)
-    (model, batch), (other, its_batch) = (WORKLOADS[name].build(CPU, 3) for _ in range(2))
+    (model, batch), (other, its_batch) = (WORKLOADS[name].build(CPU) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(batch, its_batch, strict=True))
     assert WORKLOADS[name].loss(model, batch).isfinite()

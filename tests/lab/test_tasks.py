@@ -137,7 +137,7 @@ def test_evaluations_have_the_metrics_of_the_config(name, data_of):
     model, batch = task.build_model(), next(task.batches(0))
     assert model.training
     optimizer = build_optimizer(config.optimizer, model, seed=0)
-    step = make_step(model, task.loss, optimizer, config.optimizer, compiled=False)
+    step, _ = make_step(model, task.loss, optimizer, config.optimizer, compiled=False)
     assert step(batch).isfinite()
     before = torch.get_rng_state()
     with torch.no_grad():

@@ -27,8 +27,7 @@ from adahessian.lab.errors import CheckpointError, ConfigError, DataError, LabEr
 from adahessian.lab.results.run_file import RunFiles, read_run
 from adahessian.lab.tasks.digits import DigitsTask
 from adahessian.lab.training import trainer
-from adahessian.lab.training.checkpoint import load_checkpoint, locked, save_checkpoint
-from adahessian.lab.training.final_weights import FinalWeights
+from adahessian.lab.training.checkpoint import FinalWeights, load_checkpoint, locked, save_checkpoint
 
 FAMILIES = ("cifar10-resnet20", "image-folder-resnet18", "multi30k-de-en", "ptb-tensorized", "glue-sst2")
 FAMILIES += ("criteo-dlrm",)
@@ -118,7 +117,6 @@ def test_two_processes(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     printed = launch(one)
     assert printed.count("step 40/40") == printed.count(".json") == 1, "only rank 0 prints"
-    assert len([*one.rglob("events.*")]) == 1
     assert "27" in launch(other, "--stop-after-steps", "27")
     launch(other, "--resume")
     first, second = (read_run(next(folder.rglob("*_seed-1.json"))) for folder in (one, other))
@@ -224,7 +222,6 @@ def test_every_optimizer_trains(tmp_path, optimizer):
     computed = {"device": "cpu", "precision": "float32", "compiled": False, "mode": "eager", "processes": 1}
     assert result.conditions == computed
     assert {"commit", "command", "versions", "hardware"} <= result.provenance[0].keys()
-    assert [*tmp_path.rglob("events.out.tfevents.*")]
 
 
 def test_a_run_that_diverges_ends_early(tmp_path):
@@ -255,9 +252,8 @@ def test_bfloat16(tmp_path):
     result = train("digits", "adamw", tmp_path, epochs=1, precision="bfloat16")
     exact = train("digits", "adamw", tmp_path, epochs=1, name="exact")
     assert result.conditions["precision"] == "bfloat16"
-    loss, exact_loss = result.curve["train_loss"][0], exact.curve["train_loss"][0]
-    assert loss != exact_loss
-    assert loss == pytest.approx(exact_loss, rel=0.05)
+    assert result.curve["train_loss"] != exact.curve["train_loss"]
+    assert result.curve["train_loss"] == pytest.approx(exact.curve["train_loss"], rel=0.05)
 
 
 def test_losses_are_read_once_per_second(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ class LabError(Exception):
     """An error whose message tells a user what was wrong and what to do."""
 
 
-class ConfigError(LabError, ValueError):
+class ConfigError(LabError):
     """An option has a value that makes no sense, or a task or an optimizer does not exist."""
 
 

@@ -1,17 +1,19 @@
-"""Networks to benchmark, each with one batch of random data."""
+"""What is benchmarked: networks, each with one batch of random data, and optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
+from adahessian.lab.configs import optimizers as configs
+from adahessian.lab.configs.optimizers import OptimizerConfig
 from adahessian.lab.models.gpt import GPT, LSTM
 from adahessian.lab.models.resnet import ResNet
 
@@ -41,10 +43,10 @@ class Workload:
     loss: Callable[[nn.Module, Batch], Tensor] = mean_loss
     needs_gpu: bool = False
 
-    def build(self, device: torch.device, seed: int) -> tuple[nn.Module, Batch]:
-        """Return a new model and its batch, which are functions of the seed alone."""
+    def build(self, device: torch.device) -> tuple[nn.Module, Batch]:
+        """Return a new model and its batch, the same each time."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             model, batch = self.model(), self.batch(self.batch_size)
         model, batch = model.to(device), tuple(tensor.to(device) for tensor in batch)
         if device.type == "cuda" and batch[0].dim() == 4:  # as in training
@@ -62,7 +64,6 @@ def _tokens(vocabulary: int, length: int, batch_size: int) -> Batch:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-GPT2: Callable[[], nn.Module] = partial(GPT, 12, 768, 12, 50257, 1024)
 WORKLOADS: dict[str, Workload] = {
     "digits": Workload(baseline="sgd", model=partial(ResNet, 8), batch=partial(_images, 8), batch_size=64),
     "resnet20": Workload(baseline="sgd", model=partial(ResNet, 20), batch=partial(_images, 32), batch_size=256),
@@ -71,7 +72,7 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "gpt2-124m": Workload(
         baseline="adamw",
-        model=GPT2,
+        model=partial(GPT, 12, 768, 12, 50257, 1024),
         batch=partial(_tokens, 50257, 1024),
         batch_size=32,
         loss=bfloat16_loss,
@@ -80,4 +81,20 @@ WORKLOADS: dict[str, Workload] = {
     "lstm": Workload(
         baseline="adamw", model=partial(LSTM, 2, 256, 2048), batch=partial(_tokens, 2048, 64), batch_size=32
     ),
+}
+
+LR = 1e-6  # so low that training on noise does not diverge
+_PLAIN = ("adam", "adamw", "adagrad", "rmsprop", "muon", "soap", "sophia")
+_ROUNDED: dict[str, Any] = {"lr": LR, "batch_fraction": 0.25, "product_dtype": "bfloat16"}
+# AdaHessianKron refreshes its roots at each of the first measurements, and then at every third one.
+_kron = partial(configs.AdaHessianKron, curvature_warmup=20)
+# Optimizers and their settings, by the label of their row.
+LABELS: dict[str, OptimizerConfig] = {
+    "sgd": configs.SGD(lr=LR, momentum=0.9),
+    **{name: configs.OPTIMIZERS[name](lr=LR) for name in _PLAIN},
+    "adahessian": configs.AdaHessian(lr=LR, block_size=32),
+    **{f"adahessian/every-{n}": configs.AdaHessian(block_size=32, curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    "adahessian-kron": _kron(lr=LR),
+    **{f"adahessian-kron/every-{n}": _kron(curvature_every=n, **_ROUNDED) for n in (10, 20)},
+    **{f"adahessian-kron/block-{n}": _kron(block_size=n, **_ROUNDED) for n in (64, 1024)},
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
@@ -30,7 +29,6 @@ at every step. No learning rate was searched, and a step of L-BFGS evaluates the
 """
 
 
-@dataclass(frozen=True, kw_only=True)
 class Demo(Options):
     """Train on real digits and solve a differential equation with several optimizers, in about a minute."""
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,6 @@ _say = partial(print, flush=True)
 _RESERVED = ("output", "resume", "overwrite", "exclusive", "stop_after_epochs", "stop_after_steps")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Queue(Options):
     """Train a list of runs. Finished runs are skipped, and interrupted runs are resumed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, takewhile
 from statistics import fmean, stdev
 from typing import Any
@@ -23,7 +23,6 @@ from adahessian.lab.training.progress import shown
 PROG = "adahessian sweep"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sweep(Options):
     """Tune optimizers with the same number of trials each, on validation data. Finished runs are skipped.
 
@@ -97,7 +96,7 @@ def _trials(runs: Sequence[Run], count: int) -> Iterator[list[Run]]:
         task = replace(task, holdout=task.default_holdout)
     if task.validation_metric.name.startswith("test_"):
         raise ConfigError(f"{runs[0].task} has no validation data to select settings on. Pass --holdout.")
-    factors = {name: factor for name, factor in optimizer.searched.items() if getattr(optimizer, name)}
+    factors = {name: factor for name, factor in optimizer.searched.items() if getattr(optimizer, name, 0)}
     points = SobolEngine(len(factors), scramble=True, seed=0).draw(count).tolist()[: count - 1]
     settings = [
         {

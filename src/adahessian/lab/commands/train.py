@@ -97,7 +97,7 @@ def execute(
     try:
         with (
             _own_folder(files.folder) if is_writer else nullcontext(),
-            Progress(run, files, console, is_writer=is_writer) as progress,
+            Progress(run, files, console) as progress,
             Interrupts(progress.stopping) as interrupts,
             process_group(device) as rank_device,
         ):
@@ -150,8 +150,8 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
 
 def _finished(run: Run, session: Session, files: RunFiles, device: torch.device) -> RunResult | None:
     """Return the result of a finished run that ``--resume`` skips."""
+    from adahessian.lab.training.checkpoint import changed, effective_precision, identity
     from adahessian.lab.training.distributed import world_size
-    from adahessian.lab.training.identity import changed, effective_precision, identity
 
     existing = next((path for path in (files.result, files.checkpoint) if path.exists()), None)
     if existing is None or session.overwrite:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
+from typing_extensions import dataclass_transform  # a dependency of torch
+
 from adahessian.lab.errors import ConfigError
 
 
@@ -17,48 +19,38 @@ class Range:
     wanted: str
     has: Callable[[float], bool]
 
-    def check(self, **values: Any) -> None:
-        """Reject values outside of the range, also in tuples and in lists from run files. None passes."""
-        for name, value in values.items():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                if each is not None and not self.has(each):
-                    raise ConfigError(f"--{name.replace('_', '-')} {each} is invalid. Pass {self.wanted}.")
-
 
 def minimum(least: float) -> Range:
     """Return the range of finite numbers from ``least``."""
     return Range(f"{least} or more", lambda value: least <= value < math.inf)
 
 
-def at_least(least: float, **values: float | None) -> None:
-    """Reject values below ``least``, infinity and NaN. None passes."""
-    minimum(least).check(**values)
-
-
-_ABOVE_0 = Range("a value above 0", lambda value: 0 < value < math.inf)
-positive = _ABOVE_0.check
-
 Natural = Annotated[int, minimum(0)]
 Count = Annotated[int, minimum(1)]
 NonNegative = Annotated[float, minimum(0)]
-Positive = Annotated[float, _ABOVE_0]
+Positive = Annotated[float, Range("a value above 0", lambda value: 0 < value < math.inf)]
 BelowOne = Annotated[float, Range("a value from 0 and below 1", lambda value: 0 <= value < 1)]
 UpToOne = Annotated[float, Range("a value from 0 to 1", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("a value above 0, up to 1", lambda value: 0 < value <= 1)]
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Options:
-    """A base of dataclasses whose values are checked against the ranges in their annotations."""
+    """A base that makes frozen dataclasses, and checks all values but None against the ranges in their annotations."""
 
     _ranges: ClassVar[list[tuple[str, Range]]]
 
     def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         hints = get_type_hints(cls, include_extras=True)
         cls._ranges = [(name, each) for name, hint in hints.items() for each in _ranges_in(hint)]
 
     def __post_init__(self) -> None:
         for name, valid in self._ranges:
-            valid.check(**{name: getattr(self, name)})
+            value = getattr(self, name)
+            for each in value if isinstance(value, (tuple, list)) else (value,):  # lists are from run files
+                if each is not None and not valid.has(each):
+                    raise ConfigError(f"--{name.replace('_', '-')} {each} is invalid. Pass {valid.wanted}.")
 
 
 def _ranges_in(hint: Any) -> Iterator[Range]:

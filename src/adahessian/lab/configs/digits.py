@@ -1,21 +1,19 @@
 """Handwritten digits, from scikit-learn."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from adahessian.lab.configs.checks import Count
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
-from adahessian.lab.configs.run import Metric, ScheduleConfig, WithHoldout
+from adahessian.lab.configs.run import ScheduleConfig, WithHoldout
 
 
-@dataclass(frozen=True, kw_only=True)
 class DigitsConfig(WithHoldout):
     """Classification of 8 x 8 digits."""
 
     default_holdout: ClassVar[int] = 300
-    score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %")
 
-    batch_size: int = 64  # Examples per batch, over all processes.
+    batch_size: Count = 64  # Examples per batch, over all processes.
     network: Literal["conv", "mlp"] = "conv"  # Two convolutions, or a multilayer perceptron.
 
 

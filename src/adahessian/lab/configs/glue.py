@@ -1,9 +1,8 @@
 """Fine-tuning of SqueezeBERT, or another BERT, on GLUE."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from adahessian.lab.configs.checks import BelowOne, Natural, Options, minimum
+from adahessian.lab.configs.checks import BelowOne, Count, Natural, Options, minimum
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, OptimizerConfig, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
 from adahessian.lab.configs.run import Metric, ScheduleConfig
@@ -16,13 +15,12 @@ _CORRELATION = Metric(name="correlation", title="mean of Pearson and Spearman co
 _SCORES = {"mrpc": _ACCURACY_AND_F1, "qqp": _ACCURACY_AND_F1, "stsb": _CORRELATION}
 
 
-@dataclass(frozen=True, kw_only=True)
 class GlueConfig(Options):
     """Fine-tuning of a pre-trained encoder."""
 
     default_holdout: ClassVar[int] = 500
 
-    batch_size: int = 16  # Examples per batch, over all processes.
+    batch_size: Count = 16  # Examples per batch, over all processes.
     dataset: Dataset = "rte"  # Dataset of GLUE.
     model: str = "squeezebert"  # Folder of the pre-trained model, in --data-dir or elsewhere.
     max_length: Annotated[int, minimum(2)] = 128  # Most tokens of an example. The rest is cut off.

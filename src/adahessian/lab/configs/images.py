@@ -1,33 +1,28 @@
 """Image classification: ResNet20 and ResNet32 on CIFAR-10, ResNet18 on ImageNet or any folder of images."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from adahessian.lab.configs.checks import Count, Natural, NonNegative, minimum
 from adahessian.lab.configs.optimizers import SGD, Adagrad, AdaHessian, Adam, AdamW, RMSprop
 from adahessian.lab.configs.presets import Configs, preset, same_for, with_modern
-from adahessian.lab.configs.run import Metric, ScheduleConfig, WithHoldout
+from adahessian.lab.configs.run import ScheduleConfig, WithHoldout
 
 
-@dataclass(frozen=True, kw_only=True)
 class ImageConfig(WithHoldout):
     """Classification of CIFAR-10's images."""
 
     default_holdout: ClassVar[int] = 5000
-    score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %")
 
-    batch_size: int = 256  # Images per batch, over all processes.
+    batch_size: Count = 256  # Images per batch, over all processes.
     depth: Annotated[int, minimum(8)] = 20  # Layers of the ResNet: 6 n + 2.
 
 
-@dataclass(frozen=True, kw_only=True)
 class FolderConfig(WithHoldout):
     """Classification of images that are read from a folder, by ResNet18."""
 
     default_holdout: ClassVar[int] = 5000
-    score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %")
 
-    batch_size: int = 256  # Images per batch, over all processes.
+    batch_size: Count = 256  # Images per batch, over all processes.
     image_size: Count = 224  # Height and width of the network's input.
     crops: Literal["resized", "padded"] = "resized"  # Resized random crops, or images shifted by a few pixels.
     workers: Natural = 4  # Processes that decode images. 0 decodes in the training process.

@@ -1,6 +1,6 @@
 """Language modelling: the paper's Transformers on Penn Treebank and WikiText, and GPTs on text files."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from adahessian.lab.configs.checks import BelowOne, Count, minimum
@@ -10,14 +10,13 @@ from adahessian.lab.configs.run import VALID_LOSS, Metric, ScheduleConfig, WithV
 from adahessian.lab.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
 class WordConfig(WithValidation):
     """Prediction of words with a Transformer, as in the paper."""
 
     metric: ClassVar[Metric] = Metric(name="test_perplexity", title="test perplexity", higher_is_better=False)
     validation_metric: ClassVar[Metric] = replace(metric, name="valid_perplexity", title="validation perplexity")
 
-    batch_size: int = 60  # Segments per batch, over all processes.
+    batch_size: Count = 60  # Segments per batch, over all processes.
     text: Literal["ptb", "wikitext103"] = "ptb"  # Text to learn from.
     layers: Count = 3  # Layers.
     width: Count = 256  # Size of a word's embedding.
@@ -29,14 +28,13 @@ class WordConfig(WithValidation):
     softmax: Literal["full", "adaptive"] = "full"  # All words with tied embeddings, or clusters of rarer words.
 
 
-@dataclass(frozen=True, kw_only=True)
 class GPTConfig(WithValidation):
     """Prediction of characters or subwords with a GPT."""
 
     metric: ClassVar[Metric] = replace(VALID_LOSS, name="test_loss", title="test loss, nats per token")
     validation_metric: ClassVar[Metric] = VALID_LOSS
 
-    batch_size: int = 16  # Sequences per batch, over all processes.
+    batch_size: Count = 16  # Sequences per batch, over all processes.
     tokens: Literal["bytes", "bpe"] = "bytes"  # Bytes, or subwords that are learned from the training text.
     vocabulary: Annotated[int, minimum(256)] = 256  # Number of tokens: 256 for bytes.
     layers: Count = 2  # Layers.

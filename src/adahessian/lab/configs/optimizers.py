@@ -1,6 +1,5 @@
 """Optimizers: the options of each, and the ranges that a sweep searches."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from adahessian.lab.configs.checks import BelowOne, Count, Natural, NonNegative, Options, Positive, Share, UpToOne
@@ -8,30 +7,25 @@ from adahessian.lab.configs.checks import BelowOne, Count, Natural, NonNegative,
 Betas = tuple[BelowOne, BelowOne]
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Options):
     """Options that all optimizers share."""
 
     title: ClassVar[str]  # name in tables and figures
     # What `adahessian sweep` searches: 10 means log-uniform from a tenth to ten times the default. The same for all
     # optimizers: learning rate and weight decay. Options whose default is 0 stay 0.
-    searched: ClassVar[dict[str, float]] = {"lr": 10.0}
+    searched: ClassVar[dict[str, float]] = {"lr": 10.0, "weight_decay": 10.0}
 
     lr: NonNegative  # Highest learning rate.
     clip_norm: Positive | None = None  # Largest norm of the gradient. None does not clip.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Decaying(OptimizerConfig):
     """Options of optimizers with weight decay."""
-
-    searched: ClassVar[dict[str, float]] = {"lr": 10.0, "weight_decay": 10.0}
 
     weight_decay: NonNegative = 0.0  # Weight decay: decoupled, except for SGD, Adam, Adagrad and RMSprop.
     decay_bias_and_norm: bool = True  # Also decay biases and parameters of normalization layers.
 
 
-@dataclass(frozen=True, kw_only=True)
 class SGD(Decaying):
     """Stochastic gradient descent."""
 
@@ -39,7 +33,6 @@ class SGD(Decaying):
     momentum: BelowOne = 0.0  # Momentum.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adam(Decaying):
     """Adam."""
 
@@ -48,14 +41,12 @@ class Adam(Decaying):
     eps: NonNegative = 1e-8  # Term added to the denominator.
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay."""
 
     title: ClassVar[str] = "AdamW"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adagrad(Decaying):
     """Adagrad."""
 
@@ -63,7 +54,6 @@ class Adagrad(Decaying):
     eps: NonNegative = 1e-8  # Term added to the denominator.
 
 
-@dataclass(frozen=True, kw_only=True)
 class RMSprop(Decaying):
     """RMSprop."""
 
@@ -73,7 +63,6 @@ class RMSprop(Decaying):
     momentum: BelowOne = 0.0  # Momentum.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Muon(Decaying):
     """Muon for matrices and kernels, AdamW for the rest. The learning rate is AdamW's (match_rms_adamw)."""
 
@@ -82,7 +71,6 @@ class Muon(Decaying):
     betas: Betas = (0.9, 0.999)  # Betas of AdamW, for embeddings, output layers and vectors.
 
 
-@dataclass(frozen=True, kw_only=True)
 class SOAP(Decaying):
     """SOAP, from the package pytorch_optimizer."""
 
@@ -91,7 +79,6 @@ class SOAP(Decaying):
     precondition_every: Count = 10  # Steps between two updates of the eigenbasis.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sophia(Decaying):
     """Sophia-H, from the package pytorch_optimizer."""
 
@@ -101,7 +88,6 @@ class Sophia(Decaying):
     curvature_every: Count = 10  # Steps between two measurements.
 
 
-@dataclass(frozen=True, kw_only=True)
 class LBFGS(OptimizerConfig):
     """L-BFGS with strong Wolfe line search, for full-batch tasks."""
 
@@ -109,7 +95,6 @@ class LBFGS(OptimizerConfig):
     history: Count = 100  # Pairs of vectors to keep.
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Measuring(Decaying):
     """Options of optimizers that measure curvature."""
 
@@ -120,7 +105,6 @@ class _Measuring(Decaying):
     product_dtype: Literal["float32", "bfloat16"] = "float32"  # Precision of Hessian-vector products, when compiled.
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdaHessian(_Measuring):
     """The paper's optimizer: a diagonal of the Hessian, measured at every step."""
 
@@ -133,7 +117,6 @@ class AdaHessian(_Measuring):
     steady_start: bool = False  # Average the first measurement with its mean over each tensor.
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdaHessianKron(_Measuring):
     """Kronecker factors of the Hessian, at AdamW's learning rate. Recommended."""
 

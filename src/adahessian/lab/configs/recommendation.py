@@ -1,6 +1,5 @@
 """Prediction of clicks with DLRM, on Criteo's logs."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from adahessian.lab.configs.checks import Count, NonNegative
@@ -9,14 +8,13 @@ from adahessian.lab.configs.presets import Configs, preset, same_for
 from adahessian.lab.configs.run import Metric, WithHoldout
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClickConfig(WithHoldout):
     """Prediction of clicks with DLRM."""
 
     default_holdout: ClassVar[int] = 1_000_000
     score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %", digits=3)
 
-    batch_size: int = 128  # Rows per batch, over all processes.
+    batch_size: Count = 128  # Rows per batch, over all processes.
     file: str = "train.txt"  # The log, in --data-dir or in its folder criteo.
     embedding_width: Count = 16  # Size of an embedding.
     hash_size: Count = 1_000_000  # Buckets per column of categories.

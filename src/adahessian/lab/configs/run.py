@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from adahessian.lab.configs.checks import Count, Natural, Options, Positive, at_least
+from adahessian.lab.configs.checks import Count, Natural, Options, Positive
 from adahessian.lab.configs.optimizers import OptimizerConfig
 from adahessian.lab.errors import ConfigError
 
-Schedule = Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"]
 # Fields that say how to compute a run. Their values do not change its result.
 NOT_IDENTITY = frozenset({"workers", "cache_gib"})
 
@@ -33,9 +32,7 @@ VALID_LOSS = Metric(name="valid_loss", title="validation loss, nats per token", 
 
 
 class TaskConfig(Protocol):
-    """The options of a task family, among them ``batch_size``."""
-
-    default_holdout: ClassVar[int]  # training examples that `adahessian sweep` holds out
+    """The options of a task family."""
 
     @property
     def holdout(self) -> int:
@@ -50,7 +47,6 @@ class TaskConfig(Protocol):
         """The metric of every evaluation. It decides on plateaus, best weights and tuning."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WithValidation(Options):
     """A family with validation data."""
 
@@ -58,11 +54,11 @@ class WithValidation(Options):
     default_holdout: ClassVar[int] = 0
 
 
-@dataclass(frozen=True, kw_only=True)
 class WithHoldout(Options):
     """A family without validation data, which can hold out training examples."""
 
-    score: ClassVar[Metric]  # the metric, without the part of the data
+    default_holdout: ClassVar[int]  # training examples that `adahessian sweep` holds out
+    score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %")  # without the part of the data
 
     holdout: Natural = 0  # Training examples to keep for validation. 0 evaluates on the test set.
 
@@ -77,18 +73,17 @@ class WithHoldout(Options):
         return self.score.on("validation" if self.holdout else "test")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Options):
     """The learning rate of each step as a multiple of the optimizer's."""
 
-    schedule: Schedule = "constant"  # Learning-rate schedule after warm-up.
+    # Learning-rate schedule after warm-up.
+    schedule: Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"] = "constant"
     lr_warmup_steps: Natural = 0  # Linear warm-up, in steps.
     decay_epochs: tuple[int, ...] = ()  # Epochs after which the schedule `steps` decays.
     decay_factor: Positive = 0.1  # Factor of each decay (steps and plateau).
     plateau_patience: Natural = 3  # Evaluations without improvement before `plateau` decays.
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(Options):
     """Everything that decides a run, except its task's data and its seed."""
 
@@ -102,12 +97,7 @@ class RunConfig(Options):
     final_weights: Literal["last", "best", "average"] = "last"  # Weights to test: last, best, or mean of last epochs.
     average_epochs: Count = 1  # Epochs whose weights are averaged, with final_weights=average.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, batch_size=self.task.batch_size)
 
-
-@dataclass(frozen=True, kw_only=True)
 class Session(Options):
     """Where and how runs are computed. Nothing here changes what is computed, except the precision."""
 
@@ -155,10 +145,7 @@ def difference(config: RunConfig, other: RunConfig) -> dict[str, Any]:
 
 
 def label(optimizer: str, config: RunConfig, preset: RunConfig) -> str:
-    """Return the name of a run: its optimizer, and the options that differ from the preset's.
-
-    Example: ``"adahessian lr=0.3 curvature-every=10"``.
-    """
+    """Return the name of a run: its optimizer and the options it changes: "adahessian lr=0.3 curvature-every=10"."""
     changed = [f"{name.replace('_', '-')}={short(value)}" for name, value in difference(config, preset).items()]
     return " ".join([optimizer, *changed])
 
@@ -169,8 +156,3 @@ def short(value: Any) -> str:
         return "+".join(map(short, value))
     text = f"{value:.12g}" if isinstance(value, float) else str(value)
     return "".join(character if character.isalnum() or character in ".+-" else "-" for character in text)
-
-
-def as_json(config: RunConfig) -> dict[str, Any]:
-    """Return a config as nested dicts, as run files store it."""
-    return asdict(config)

@@ -1,6 +1,5 @@
 """Physics-informed networks: Poisson's equation in one and two dimensions."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from adahessian.lab.configs.checks import Count
@@ -9,7 +8,6 @@ from adahessian.lab.configs.presets import Configs, preset, same_for, with_moder
 from adahessian.lab.configs.run import Metric, ScheduleConfig, WithValidation
 
 
-@dataclass(frozen=True, kw_only=True)
 class PINNConfig(WithValidation):
     """Poisson's equation, solved by a network in float64."""
 
@@ -22,11 +20,6 @@ class PINNConfig(WithValidation):
     width: Count = 32  # Hidden units per layer.
     depth: Count = 2  # Hidden layers.
     points: Count = 256  # Collocation points inside of the domain. Every step takes all of them.
-
-    @property
-    def batch_size(self) -> int:
-        """All points."""
-        return self.points
 
 
 def _configs(task: PINNConfig) -> Configs:

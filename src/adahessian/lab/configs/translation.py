@@ -1,6 +1,5 @@
 """Translation: the paper's Transformers on IWSLT14 and WMT14, and a small one on Multi30k."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from adahessian.lab.configs.checks import BelowOne, Count
@@ -9,14 +8,13 @@ from adahessian.lab.configs.presets import Configs, preset, same_for, with_moder
 from adahessian.lab.configs.run import VALID_LOSS, Metric, ScheduleConfig, WithValidation
 
 
-@dataclass(frozen=True, kw_only=True)
 class TranslationConfig(WithValidation):
     """Translation with a Transformer."""
 
     metric: ClassVar[Metric] = Metric(name="bleu", title="BLEU")
     validation_metric: ClassVar[Metric] = VALID_LOSS
 
-    batch_size: int = 4096  # Tokens per batch, over all processes.
+    batch_size: Count = 4096  # Tokens per batch, over all processes.
     corpus: Literal["iwslt14", "wmt14", "multi30k"] = "iwslt14"  # Text to learn from.
     layers: Count = 6  # Layers of the encoder, and of the decoder.
     width: Count = 512  # Size of an embedding.

@@ -23,7 +23,6 @@ class RunFiles:
         self.checkpoint = self.folder / "checkpoint.pt"
         self.weights = self.folder / "weights.pt"
         self.log = self.folder / "log.jsonl"
-        self.tensorboard = self.folder / "tensorboard"
 
 
 @dataclass(frozen=True, kw_only=True)

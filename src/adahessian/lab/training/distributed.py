@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-
-Value = TypeVar("Value")
 
 
 @contextmanager
@@ -57,17 +55,9 @@ def all_reduce_sum(value: Tensor) -> Tensor:
     return value
 
 
-def all_gather(value: Value) -> list[Value]:
+def all_gather(value: Any) -> list[Any]:
     """Return the values of all ranks. Tensors in them are on the CPU."""
     values = [value] * world_size()
     if world_size() > 1:
         distributed.all_gather_object(values, value)
     return values
-
-
-def from_rank_0(value: Value) -> Value:
-    """Return the value of rank 0, so that all ranks decide alike."""
-    values = [value]
-    if world_size() > 1:
-        distributed.broadcast_object_list(values, 0)
-    return values[0]

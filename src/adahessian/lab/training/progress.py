@@ -1,4 +1,4 @@
-"""Progress of a run: on a terminal, in log.jsonl and in TensorBoard."""
+"""Progress of a run: on a terminal and in log.jsonl."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,21 +16,20 @@ from rich.progress import Progress as Bar
 from adahessian.lab.configs.run import Metric, Run
 from adahessian.lab.results.run_file import RunFiles
 from adahessian.lab.training.atomic_files import atomic_write
+from adahessian.lab.training.distributed import rank
 
 # Seconds between two lines where a line cannot be overwritten.
 _LINE_EVERY = 30.0
 
 
 class Progress:
-    """Shows step, loss, metric, learning rate, step time and time left. Only rank 0 prints and writes."""
+    """Shows step, loss, metric, learning rate, step time and time left. Only rank 0 writes the log."""
 
-    def __init__(self, run: Run, files: RunFiles, console: Console, *, is_writer: bool = True) -> None:
-        self._run, self._files, self._console, self._is_writer = run, files, console, is_writer
+    def __init__(self, run: Run, files: RunFiles, console: Console) -> None:
+        self._run, self._files, self._console = run, files, console
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[status]}"))
-        is_live = is_writer and console.is_terminal
-        self._bar = Bar(*columns, console=console, disable=not is_live, speed_estimate_period=300)
+        self._bar = Bar(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=300)
         self._task = self._bar.add_task(run.label, total=None, status="loading")
-        self._tensorboard: Any = None
         self._metric = ""
         self._printed = time.monotonic()
 
@@ -41,22 +39,15 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def start(
         self, records: Sequence[dict[str, float]], step: int, total_steps: int, parameters: int, conditions: Any
     ) -> None:
-        """Print what is trained, and open the logs. Entries that are newer than the checkpoint are dropped."""
+        """Print what is trained, and open the log. Entries that are newer than the checkpoint are dropped."""
         self._bar.reset(self._task, total=total_steps, completed=step, status="first step")
-        if not self._is_writer:
-            return
-        with atomic_write(self._files.log) as log:
-            log.write("".join(map(_line, records)).encode())
-        with suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self._files.tensorboard), purge_step=step + 1, flush_secs=10)
+        if rank() == 0:
+            with atomic_write(self._files.log) as log:
+                log.write("".join(map(_line, records)).encode())
         self._print(
             f"{self._run.task}: {self._run.label}, seed {self._run.seed}. {parameters:,} parameters, "
             f"{total_steps:,} steps on {conditions['device']}, {conditions['precision']}, {conditions['mode']}"
@@ -66,17 +57,15 @@ class Progress:
     def step(self, step: int, loss: float, lr: float) -> None:
         """Show a step. Called about once per second."""
         self._show(step, loss, lr, prints=time.monotonic() - self._printed > _LINE_EVERY)
-        self._plot({"step_loss": loss, "lr": lr}, step)
 
     def evaluated(self, record: dict[str, float]) -> None:
         """Show and log an evaluation."""
         step = int(record["step"])
         self._metric = shown(self._run.config.task.validation_metric, record)
         self._show(step, record["train_loss"], record["lr"], prints=True)
-        if self._is_writer:
+        if rank() == 0:
             with self._files.log.open("a") as log:
                 log.write(_line(record))
-        self._plot({name: value for name, value in record.items() if name != "step"}, step)
 
     def stopping(self) -> None:
         """Confirm a request to stop."""
@@ -94,14 +83,8 @@ class Progress:
             self._printed = time.monotonic()
             self._print(status)
 
-    def _plot(self, values: Mapping[str, float], step: int) -> None:
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-
     def _print(self, text: str) -> None:
-        if self._is_writer:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
 
 def shown(metric: Metric, values: Mapping[str, float]) -> str:

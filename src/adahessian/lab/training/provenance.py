@@ -20,7 +20,7 @@ import adahessian
 _PACKAGE = Path(__file__).parents[2]
 
 
-def provenance(seed: int | list[int]) -> dict[str, Any]:
+def provenance(seed: int) -> dict[str, Any]:
     """Return command, commit, date, seed, hardware and versions of this process, as plain values."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.name == "__main__.py" else program.name  # python -m

@@ -9,16 +9,11 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from adahessian.lab.configs.run import ScheduleConfig
+from adahessian.lab.configs.run import Metric, ScheduleConfig
 
 
 def lr_multiplier(step: int, schedule: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of a step, counted from 0, as a multiple of the optimizer's.
-
-    Example:
-        >>> [lr_multiplier(step, ScheduleConfig(schedule="linear", lr_warmup_steps=2), 6, 1) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
+    """Return the learning rate of a step, counted from 0, as a multiple of the optimizer's."""
     warmup = schedule.lr_warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -36,11 +31,12 @@ class Schedule:
     """Sets the learning rates of an optimizer: LambdaLR per step, and ReduceLROnPlateau per evaluation."""
 
     def __init__(
-        self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: int, *, mode: Any
+        self, optimizer: Optimizer, config: ScheduleConfig, total_steps: int, steps_per_epoch: int, metric: Metric
     ) -> None:
         multiplier = partial(lr_multiplier, schedule=config, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         self.per_step = LambdaLR(optimizer, multiplier)
         patience: Any = config.plateau_patience if config.schedule == "plateau" else math.inf
+        mode: Any = "max" if metric.higher_is_better else "min"
         self.plateau = ReduceLROnPlateau(optimizer, mode, config.decay_factor, patience, threshold=1e-3, eps=0)
 
     def step(self) -> None:

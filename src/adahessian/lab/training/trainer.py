@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adahessian.lab.configs.run import Run, Session, as_json
+from adahessian.lab.configs.run import Run, Session
 from adahessian.lab.errors import CheckpointError, ConfigError, StoppedError
 from adahessian.lab.results.run_file import RunFiles, RunResult
 from adahessian.lab.tasks.task import Env, load_task
-from adahessian.lab.training import distributed
+from adahessian.lab.training import checkpoint, distributed
 from adahessian.lab.training.atomic_files import write_json
-from adahessian.lab.training.checkpoint import load_checkpoint, save_checkpoint
+from adahessian.lab.training.checkpoint import FinalWeights
 from adahessian.lab.training.distributed import rank, world_size
-from adahessian.lab.training.final_weights import FinalWeights
-from adahessian.lab.training.identity import changed, effective_precision, identity
 from adahessian.lab.training.optimizers import build_optimizer, set_precision
 from adahessian.lab.training.progress import Progress
 from adahessian.lab.training.provenance import provenance
@@ -66,7 +64,7 @@ class Trainer:
         run, session, device = self.run, self.session, self.device
         config, metric = run.config, run.config.task.validation_metric
         self.files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
-        self.precision = effective_precision(session, device)
+        self.precision = checkpoint.effective_precision(session, device)
 
         torch.manual_seed(run.seed)
         env = Env(data_dir=session.data_dir, device=device, seed=run.seed, rank=rank(), world_size=world_size())
@@ -75,7 +73,7 @@ class Trainer:
         if self.steps_per_epoch < 1:
             raise ConfigError(f"--batch-size {config.task.batch_size} exceeds the training data. Choose a smaller one.")
         data = {"--data-dir (steps per epoch)": self.steps_per_epoch}
-        self.identity = identity(run, self.precision, world_size()) | data
+        self.identity = checkpoint.identity(run, self.precision, world_size()) | data
         self.total_steps = config.steps or config.epochs * self.steps_per_epoch
         self.eval_every = config.eval_every or self.steps_per_epoch
         if device.type == "cuda":
@@ -88,17 +86,16 @@ class Trainer:
         replica = distributed.replicate(self.model)
         torch.manual_seed(run.seed + rank())  # dropout differs between ranks
 
-        embedding_lr = getattr(config.task, "embedding_lr", None)
+        embedding_lr = getattr(config.task, "embedding_lr", 0.01)
         self.optimizer = build_optimizer(config.optimizer, self.model, seed=run.seed, embedding_lr=embedding_lr)
-        mode = "max" if metric.higher_is_better else "min"
-        self.schedule = Schedule(self.optimizer, config.schedule, self.total_steps, self.steps_per_epoch, mode=mode)
+        self.schedule = Schedule(self.optimizer, config.schedule, self.total_steps, self.steps_per_epoch, metric)
         compiled = device.type == "cuda" if session.compile is None else session.compile
-        self.take_step = make_step(replica, self._loss, self.optimizer, config.optimizer, compiled=compiled)
+        self.take_step, mode = make_step(replica, self._loss, self.optimizer, config.optimizer, compiled=compiled)
         self.conditions = {
             "device": device.type,
             "precision": self.precision,
-            "compiled": self.take_step.mode != "eager",
-            "mode": self.take_step.mode,
+            "compiled": mode != "eager",
+            "mode": mode,
             "processes": world_size(),
         }
         self.stateful: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
@@ -199,9 +196,9 @@ class Trainer:
     def _metrics(self, *, final: bool = False) -> dict[str, float]:
         self.model.eval()
         with torch.no_grad():
-            metrics = self.task.evaluate(self.model, final=final)
+            metrics: dict[str, float] = distributed.all_gather(self.task.evaluate(self.model, final=final))[0]
         self.model.train()
-        return distributed.from_rank_0(metrics)
+        return metrics
 
     def _finish(self) -> RunResult:
         """Test the final weights, and write them and the result."""
@@ -212,7 +209,7 @@ class Trainer:
             final = self._metrics(final=True)
         columns = dict.fromkeys(name for record in state.records for name in record)
         result = RunResult(
-            **vars(self.run) | {"config": as_json(self.run.config)},
+            **asdict(self.run),
             status="diverged" if state.diverged else "finished",
             conditions=self.conditions,
             curve={name: [record.get(name, math.nan) for record in state.records] for name in columns},
@@ -228,7 +225,7 @@ class Trainer:
         )
         if rank() == 0:
             if not state.diverged:
-                save_checkpoint(self.files.weights, self.model.state_dict())
+                checkpoint.save_checkpoint(self.files.weights, self.model.state_dict())
             write_json(self.files.result, result.to_json())
             self.files.checkpoint.unlink(missing_ok=True)
         return result
@@ -245,13 +242,13 @@ class Trainer:
                 **{name: each.state_dict() for name, each in self.stateful.items()},
             }
             if rank() == 0:
-                save_checkpoint(self.files.checkpoint, content)
+                checkpoint.save_checkpoint(self.files.checkpoint, content)
         self.last_save = time.perf_counter()
 
     def _resume(self) -> None:
         path = self.files.checkpoint
-        saved = load_checkpoint(path, self.device)
-        if names := changed(saved["identity"], self.identity):
+        saved = checkpoint.load_checkpoint(path, self.device)
+        if names := checkpoint.changed(saved["identity"], self.identity):
             raise CheckpointError(f"{path} belongs to a run with other values of {names}. Choose another --name.")
         for name, each in self.stateful.items():
             each.load_state_dict(saved[name])
