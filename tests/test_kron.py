@@ -365,31 +365,59 @@ def test_compiled_arithmetic_is_the_uncompiled_one_at_any_learning_rate(case, qu
     torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
 
 
-def test_a_captured_update_reads_new_learning_rates_and_is_captured_once_per_address(quick_compiler):
-    """The capture here calls the function again, as a graph replays the same kernels on the same memory."""
-    captured = []
+def test_compiled_updates_follow_schedules_of_all_options_with_one_key_per_address(quick_compiler):
+    keys = []
 
-    def capture(update):
-        captured.append(update)
-        return update
+    def run(key, update):
+        keys.append(key)
+        update()
 
     models = [MLP.model(torch.float32) for _ in range(2)]
-    for model, how in zip(models, [(False, None), (True, capture)], strict=True):
+    for model, how in zip(models, [(False, None), (True, run)], strict=True):
         optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
         curvature = Curvature(model, MLP.loss, optimizer)
+        (group,) = optimizer.param_groups
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
-        for step in range(6):
-            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
-            if step == 5:
-                optimizer.param_groups[0]["weight_decay"] = 0.5
+        for step in range(12):  # the compiler gives up after eight versions
+            group |= {"lr": 0.01 / (step + 1), "betas": (0.8 + step / 100, 0.95), "weight_decay": step / 10}
             curvature.measure(MLP.batch(torch.float32))
             optimizer.zero_grad(set_to_none=False)
             MLP.loss(model, MLP.batch(torch.float32)).backward()
             with updates_compiled(*how):
                 optimizer.step()
     torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
-    assert len(captured) == 1
+    assert (len(keys), len(set(keys))) == (12, 1)
+
+
+def test_parameters_that_are_measured_late_or_rarely_have_roots(quick_compiler):
+    """Three heads take turns, so none is measured at every third measurement of the group, and one comes late."""
+    torch.manual_seed(0)
+    body, heads = nn.Linear(4, 5), nn.ModuleList(nn.Linear(5, 2) for _ in range(4))
+    model = nn.ModuleList([body, heads])
+    optimizer = AdaHessianKron(model.parameters(), curvature_every=1, curvature_warmup=0)
+    curvature = Curvature(model, lambda m, i: m[1][i](m[0](torch.ones(6, 4))).square().mean(), optimizer)
+    curvature.batch_fraction = 1.0
+    for step in range(32):
+        head = 3 if step == 31 else step % 3
+        optimizer.zero_grad()
+        curvature.measure(head)
+        curvature.loss_fn(model, head).backward()
+        optimizer.step()
+    for head in heads:
+        root = optimizer.state[head.weight]["right_root"]
+        assert not torch.equal(root, torch.eye(len(root)))
+
+
+def test_gradients_whose_squares_overflow_leave_parameters_finite():
+    model = MLP.model(torch.float32)
+    optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
+    for size in (1.0, 1e19, 1e30, 1.0, 1.0):
+        train(MLP, model, optimizer, MLP.batch(torch.float32), 1, "object")
+        for param in model.parameters():
+            param.grad.mul_(size)
+        optimizer.step()
+    assert flat_parameters(model).isfinite().all()
 
 
 def test_arithmetic_that_does_not_compile_runs_uncompiled(monkeypatch, caplog):

@@ -94,6 +94,7 @@ class AdaHessianKron(AdaHessian):
                 raise ValueError(
                     f"{name}={param_group[name]!r} is not an option of AdaHessianKron. Leave it out of the group."
                 )
+        measurement = self._measurement
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for param in group["params"]:
@@ -101,6 +102,7 @@ class AdaHessianKron(AdaHessian):
             is_cut = isinstance(shape, Rotation) and not shape.can_be_sharded
             if param.is_complex() or is_cut:
                 self.param_groups.pop()
+                self._measurement = measurement
                 what = "a grouped or transposed convolution, sharded over ranks" if is_cut else "complex"
                 raise ValueError(
                     f"params contains a parameter that is {what}, which has no Kronecker factors. Use AdaHessian."

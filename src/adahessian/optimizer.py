@@ -251,7 +251,7 @@ class AdaHessian(Optimizer):
         ready = {id(group) for group in self._measured_groups() if self._is_ready(group)}
         self._plan.refresh(self.param_groups, self.state)
 
-        is_measured = self._measurement is not None
+        is_measured, is_folded = self._measurement is not None, bool(self._measurement)
         with autocast_disabled():
             self._plan.step(ready, self._measurement or {})
         if ready:
@@ -261,7 +261,7 @@ class AdaHessian(Optimizer):
                 step_sparse(group, self.state)
             elif id(group) in ready:
                 group["steps"] += 1
-                group["measurements"] += is_measured
+                group["measurements"] += is_folded  # not if memory ran out
                 group["staleness"] = 1 if is_measured else group["staleness"] + 1
         return loss
 

@@ -29,6 +29,7 @@ from adahessian.optimizer import AdaHessian
 Loss: TypeAlias = Callable[[Any], Tensor]
 Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
 
+_MOST_UPDATES = 64  # captured, of which each bucket of parameters has one or two
 _TENSORS = operator.attrgetter("_parameters", "_buffers")
 
 
@@ -102,6 +103,8 @@ class TrainingStep:
         self._losses: dict[Hashable, Loss] = {}
         # Graphs for each kind of batch, or None if capture failed. Below are their memory and what they depend on.
         self._graphs: dict[Hashable, _Graphs | None] = {}
+        self._updates: dict[Hashable, CapturedFunction[Any] | None] = {}
+        self._captures_updates = True
         self._memory: Memory
         self._modules: list[nn.Module] = []
         self._look: object = None
@@ -131,7 +134,7 @@ class TrainingStep:
         curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
         key = self._seen.key(batch) if self._compiles or self._captures else None
         is_captured = self._compiles and self._captures and key is not None
-        with updates_compiled(is_captured, self._capture_update):
+        with updates_compiled(is_captured, self._run_update if self._captures_updates else None):
             found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
             for param, gradient in zip(params, gradients, strict=True):
@@ -160,7 +163,7 @@ class TrainingStep:
         """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
-                self._graphs, self._memory = {}, Memory()
+                self._graphs, self._updates, self._memory = {}, {}, Memory()
             autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             kind = key, tuple(map(id, params)), tuple([module.training for module in self._modules]), autocast
             try:
@@ -173,15 +176,22 @@ class TrainingStep:
                 logger.warning("The step is not captured for batches of this kind: %s", reason)
                 return None
 
-    def _capture_update(self, update: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture an update that has run before, and return its replay, or the update itself if that fails."""
+    def _run_update(self, key: Hashable, update: Callable[[], Any]) -> None:
+        """Run an update, captured at its second call with this key."""
+        if key not in self._updates:  # the first call compiles
+            if len(self._updates) < _MOST_UPDATES:
+                self._updates[key] = None
+            update()
+            return
         try:
             with torch.cuda.device(self._device):
-                return CapturedFunction(update, self._model, self._memory, rehearse=False).replay
-        except CannotCapture as reason:
-            logger.warning("The update is not captured: %s", reason)
-            self._memory = Memory()  # PyTorch may have lost track of its pool
-            return update
+                captured = self._updates[key] or CapturedFunction(update, self._model, self._memory, rehearse=False)
+            self._updates[key] = captured
+            captured.replay()
+        except (CannotCapture, torch.OutOfMemoryError) as reason:
+            logger.warning("The update is not captured: %s", first_line(reason))
+            self._updates, self._captures_updates = {}, False
+            update()
 
     def _has_moved(self) -> bool:
         """Return whether modules, parameters or buffers were replaced or moved. Graphs know only their addresses.
@@ -260,6 +270,7 @@ class _Graphs:
         step, request = self._step, curvature.optimizer._begin_measurement()
         try:
             if self._derivatives is None or len(self._probes) != request.num_probes:
+                self._derivatives = None  # it reads the probes at their address
                 self._probes = [request.draw(probe) for probe in range(request.num_probes)]
                 static = request._replace(draw=lambda probe, out=None: self._probes[probe])
                 part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)

@@ -34,6 +34,7 @@ from adahessian.base.precision import accurate_matmul, autocast_disabled
 
 # Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
+_HUGE = 1e18  # above this a norm's square would overflow
 _VANISHED = 1e-6  # of the largest element of a direction
 _BETA_SIGNAL = 0.99
 _LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
@@ -356,13 +357,12 @@ def refresh_roots(
     stored: Stored,
     measurements: Tensor,
     least: float,
-    not_finite: Tensor,
     gather: Gather | None = None,
 ) -> None:
-    """Compute the inverse roots of all factors, many of one size at once.
+    """Compute the inverse roots of all factors, many of one size at once. Roots stay where they would not be finite.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 1 / n and at least ``least``, because the
-    factors of few measurements are unreliable. Roots stay where the measurement or the new root is not finite.
+    factors of few measurements are unreliable.
     """
     dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
     waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
@@ -390,11 +390,11 @@ def refresh_roots(
             ).split([each[0].numel() for each in numbers])
         for (family, key, cut), factor, each in zip(sides, factors, roots, strict=True):
             old, root = family.read(stored, key + 2), each.view_as(factor)[..., : cut.size, : cut.size]
-            keep = family.spread(not_finite, 4) | root.sum((-2, -1), keepdim=True).isfinite().logical_not()
-            family.write(stored, key + 2, torch.where(keep, old, root))
+            is_valid = root.sum((-2, -1), keepdim=True).isfinite() & family.spread(measurements, 4).gt(0)
+            family.write(stored, key + 2, torch.where(is_valid, root, old))
 
     for family, key, cut in cuts:
-        size = _SMALL if not_finite.is_cuda and 1 < cut.size < _SMALL else cut.size
+        size = _SMALL if measurements.is_cuda and 1 < cut.size < _SMALL else cut.size
         waiting.setdefault(size, []).append((family, key, cut))
         if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
             refresh(size, waiting.pop(size))
@@ -460,18 +460,18 @@ def take_rotated_steps(
     gather: Gather | None = None,
 ) -> None:
     """Take the step of this number, or with one number per parameter if it is a tensor, in place."""
-    lr, beta1 = group["lr"], float(group["betas"][0])
+    lr, beta1, decay = group["lr"], group["betas"][0], group["weight_decay"]  # numbers or tensors
     if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
         lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)
-    if group["weight_decay"]:
-        decay_weights(params, 1 - lr * float(group["weight_decay"]))
+    if isinstance(decay, Tensor) or decay:
+        decay_weights(params, 1 - lr * decay)
     # Families of shards step together, because their ranks exchange all sizes at once.
     for together in [[family] for family in families] if gather is None else [families] if families else []:
         directions, sizes = [], []
         for family in together:
             own = family.pick(grads)
             descent = torch._foreach_neg(own) if group["maximize"] else own
-            torch._foreach_lerp_(family.pick(exp_avgs), descent, 1 - beta1)
+            _average(family.pick(exp_avgs), descent, beta1)
             direction, of_family = _direction(family, exp_avgs, stored)
             norm = torch.linalg.vector_norm(family.stack(grads).flatten(1), dim=1, dtype=direction.dtype)
             directions.append(direction)
@@ -479,11 +479,19 @@ def take_rotated_steps(
         if gather is not None:
             sizes = _sizes_of_all_shards(together, directions, sizes, gather)
         for family, direction, (norm, *of_family) in zip(together, directions, sizes, strict=True):
-            squares = family.read(stored, -1).lerp(norm.square(), 1 - _BETA_SIGNAL)
+            squares = family.read(stored, -1).lerp(norm.clamp(max=_HUGE).square(), 1 - _BETA_SIGNAL)
             family.write(stored, -1, squares)
             scale = lr * _scale(family, squares, of_family, number, beta1)
             updates = direction.mul_(scale[:, None]).to(params[0].dtype)
             torch._foreach_sub_(family.pick(params), family.unstack(updates))
+
+
+def _average(exp_avgs: list[Tensor], values: Sequence[Tensor], beta: float | Tensor) -> None:
+    if isinstance(beta, Tensor):
+        for exp_avg, value in zip(exp_avgs, values, strict=True):
+            exp_avg.mul_(beta).add_(value * (1 - beta))
+    else:
+        torch._foreach_lerp_(exp_avgs, list(values), 1 - beta)
 
 
 def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tuple[Tensor, list[Tensor]]:
@@ -521,7 +529,7 @@ def _sizes_of_all_shards(
     return combined
 
 
-def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: float | Tensor, beta1: float) -> Tensor:
+def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any, beta1: float | Tensor) -> Tensor:
     r"""Compute the scale of each member's direction.
 
     .. math::
@@ -534,8 +542,8 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: flo
     """
     t = family.spread(number) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes
-    signal = m_norm / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + _TINY)
-    gain = signal * m_sum / (inner + _TINY)
+    signal = m_norm.clamp(max=_HUGE) / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + _TINY)
+    gain = (signal * m_sum / (inner + _TINY)).nan_to_num(0.0)  # both may overflow
     one = 1 / (u_norm / moved.clamp(min=1).sqrt() + _TINY)  # the scale for a root mean square of 1
     return torch.maximum(gain, signal * one).minimum(_LONGEST * one)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from adahessian.algorithm.shapes import AVERAGINGS
 
+_KINDS = ("kernel", "transposed", "stack", "table")
+
 
 def validate(options: Mapping[str, Any]) -> None:
     """Raise a ValueError if an option of a parameter group is out of range."""
@@ -32,6 +34,9 @@ def validate(options: Mapping[str, Any]) -> None:
     check("seed", seed, is_integer(seed), "an integer")
     for name in ("signed", "steady_start", "maximize", "capturable", "sparse"):
         check(name, options[name], isinstance(options[name], bool), "True or False")
+    kind, groups = options.get("kind", "kernel"), options.get("conv_groups", 1)
+    check("kind", kind, kind in _KINDS, f"one of {', '.join(_KINDS)}")
+    check("conv_groups", groups, is_integer(groups) and groups > 0, "a positive integer")
     check("averaging", options["averaging"], options["averaging"] in AVERAGINGS, f"one of {', '.join(AVERAGINGS)}")
     check("fused", fused, fused is None or isinstance(fused, bool), "True, False or None")
     if options["signed"] and options["averaging"] == "factored":

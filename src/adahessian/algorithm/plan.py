@@ -19,17 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from adahessian.algorithm import kronecker
 from adahessian.algorithm.fused import FusedTensors, can_fuse
-from adahessian.algorithm.kronecker import (
-    families_of,
-    fold_rotations,
-    reduce_rotations,
-    refresh_roots,
-    take_rotated_steps,
-)
 from adahessian.algorithm.probes import draw_like, probe_key
 from adahessian.algorithm.shapes import Estimate, as_real, hutchinson
-from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
+from adahessian.algorithm.state import (
+    COUNTS,
+    Group,
+    State,
+    init_state,
+    new_counts,
+    shape_here,
+    shape_of,
+    state_problem,
+)
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.errors import first_line
 from adahessian.base.log import logger
@@ -46,18 +49,19 @@ Places = tuple[int, ...]
 States = Mapping[Tensor, State]
 Measurement = dict[Tensor, Estimate]
 Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+Run = Callable[[Hashable, Callable[[], Any]], Any]
 
-_COMPILED: ContextVar[tuple[bool, Capture | None]] = ContextVar("compiled", default=(False, None))
+_COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=(False, None))
 
 
 @contextmanager
-def updates_compiled(enabled: bool, capture: Capture | None = None) -> Iterator[None]:
+def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
     """Compile the arithmetic of curvature that rotates, which has many small kernels, inside of the context.
 
-    ``capture`` captures a function that reads and writes the same memory at each call, and returns its replay.
+    ``run(key, update)`` runs an update. It may replay an earlier update with the same key, which did the same with the
+    same memory.
     """
-    token = _COMPILED.set((enabled, capture))
+    token = _COMPILED.set((enabled, run))
     try:
         yield
     finally:
@@ -77,7 +81,7 @@ class Bucket:
         self.params = params
         self.here = list(map(local, params))
         self.shapes: list[Any] = [shape_here(param, group) for param in params]
-        self.families = families_of(self.shapes) if "damping" in group else None
+        self.families = kronecker.families_of(self.shapes) if "damping" in group else None
         self.is_sharded = any(map(is_sharded, params))
         cut_by = _matrices_cut_by(params[0], group)
         self._gather = None if cut_by is None else partial(gather_over, *cut_by)
@@ -86,8 +90,8 @@ class Bucket:
         self.kernels = FusedTensors(self.here, self.shapes, positions, signed=group["signed"]) if is_fused else None
         self._counts: dict[str, Tensor] = {}
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._number, self._lr = (self.here[0].new_zeros(shape, dtype=torch.float32) for shape in (len(params), ()))
-        self._replays: dict[Hashable, Callable[[], Any] | None] = {}
+        wide = torch.promote_types(params[0].dtype, torch.float32)
+        self._scalars = [self.here[0].new_zeros(shape, dtype=wide) for shape in ((len(params),), (), (), ())]
         self._find_states(state)
 
     def _find_states(self, state: States) -> None:
@@ -137,7 +141,7 @@ class Bucket:
         products = list(map(self._prepare, products))
         gradients = None if gradients is None else self._prepare(gradients)
         if self.families is not None:
-            estimates: list[Estimate] = self._run(reduce_rotations, products, gradients)
+            estimates: list[Estimate] = self._run(kronecker.reduce_rotations, products, gradients)
             return estimates
         of_params = list(zip(*products, strict=True))
         nothing = [None] * len(self.params)
@@ -190,6 +194,11 @@ class Bucket:
         if measurement and (places := tuple(i for i, param in enumerate(self.params) if param in measurement)):
             measured = self.select(places, state)
             measured._fold([measurement[param] for param in measured.params])
+            if self.families is not None and (due := measured._due_for_roots()):
+                own, least = measured.select(due, state), self.group["damping"]
+                kronecker.refresh_roots(
+                    own.families or [], own._stored, own._count("measurements"), least, self._gather
+                )
         if self.group["capturable"]:
             self._take_step(self._count("step"))
             return
@@ -206,10 +215,7 @@ class Bucket:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
         elif self.families is not None:
-            self._run(fold_rotations, self._stored, estimates, weights, not_finite)
-            if (count := self.group["measurements"]) < _ALWAYS_REFRESHED or count % _REFRESH_EVERY == 0:
-                least = self.group["damping"]
-                refresh_roots(self.families, self._stored, measurements, least, not_finite, self._gather)
+            self._run(kronecker.fold_rotations, self._stored, estimates, weights, not_finite)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -217,6 +223,14 @@ class Bucket:
                     fold_measurement(stored, values_of_one, weight, flag)
         self._add("measurements", not_finite.logical_not())
         self._add("dropped", not_finite)
+
+    def _due_for_roots(self) -> Places:
+        """Return the places of parameters whose roots this measurement refreshes."""
+        every, warmup, steps = self.group["curvature_every"], self.group["curvature_warmup"], self.group["steps"]
+        earlier = [steps] * len(self.params) if self.group["capturable"] else (self._count("step") - 1).int().tolist()
+        # The measurements that a parameter should have had by then. Reading their true number would synchronize.
+        counts = [min(steps, warmup) + max(steps - warmup, 0) // every for steps in earlier]
+        return tuple(i for i, n in enumerate(counts) if n < _ALWAYS_REFRESHED or n % _REFRESH_EVERY == 0)
 
     def _take_step(self, number: float | Tensor) -> None:
         """Take the step with this number, or with one number per parameter if it is a tensor."""
@@ -252,22 +266,26 @@ class Bucket:
     def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
         """Take the step with this number, compiled and captured if enabled and possible."""
         tensors, group = (self.here, grads, self._exp_avgs, self._stored), self.group
-        is_compiled, capture = _COMPILED.get()
+        is_compiled, run = _COMPILED.get()
         if self._gather is not None or not is_compiled:
-            take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
+            kronecker.take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
             return
         # Compilers and graphs take numbers for constants. Filling a tensor does not synchronize, but copying one does.
-        self._number.copy_(number) if isinstance(number, Tensor) else self._number.fill_(number)
-        self._lr.fill_(lr.squeeze() if isinstance(lr := group["lr"], Tensor) else lr)
-        options = {"betas": tuple(group["betas"]), "weight_decay": group["weight_decay"], "maximize": group["maximize"]}
-        key = (*options.values(), *map(Tensor.data_ptr, chain(*tensors[:3], *self._stored)))
-        options |= {"lr": self._lr, "capturable": True}
-        take: Callable[[], Any] = partial(self._run, take_rotated_steps, *tensors, self._number, options)
-        if capture is not None and key in self._replays:
-            self._replays[key] = take = self._replays[key] or capture(take)
-        elif len(self._replays) < _MOST_SELECTIONS:
-            self._replays[key] = None  # this call compiles, and the next one captures
-        take()
+        values = number, group["lr"], group["betas"][0], group["weight_decay"]
+        for place, value in zip(self._scalars, values, strict=True):
+            is_here = isinstance(value, Tensor) and value.device == place.device
+            place.copy_(value.reshape(place.shape)) if is_here else place.fill_(float(value))
+        numbers, lr, beta1, decay = self._scalars
+        options = {
+            "lr": lr,
+            "betas": (beta1,),
+            "weight_decay": decay,
+            "maximize": group["maximize"],
+            "capturable": True,
+        }
+        take = partial(self._run, kronecker.take_rotated_steps, *tensors, numbers, {**options, "capturable": True})
+        key = (group["maximize"], *map(Tensor.data_ptr, chain(*tensors[:3], *self._stored)))
+        take() if run is None else run(key, take)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
@@ -281,7 +299,7 @@ class Bucket:
             self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=inductor)
         try:
             return self._compiled[function](self.families, *args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything runs
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             logger.warning("The arithmetic of AdaHessianKron is not compiled: %s", first_line(error))
             self._compiled[function] = function
             return function(self.families, *args)

@@ -236,7 +236,7 @@ def benches(bench: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         return
     costs = {"step_ms": ("ms", 2), "ratio": ("ratio", 2), "peak_mib": ("MiB", 0)}
     costs["state_bytes_per_parameter"] = ("state", 1)
-    bench = bench[(bench.label != "baseline") & bench.step_ms.notna()].fillna({"mode": "update alone"})
+    bench = bench[(bench.label != "baseline") & bench.step_ms.notna()]
     for (file, mode, hardware), own in bench.groupby(["file", "mode", "hardware"], sort=False):
         rows: dict[str, dict[str, str]] = {}
         for row in own.to_dict("records"):
