@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from torchmetrics import MetricCollection  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision  # noqa: E402
 
-from adahessian.integrations import lightning as integration  # noqa: E402
 from adahessian.integrations.lightning import CurvatureCallback  # noqa: E402
 
 # Lightning 2.6 uses functions that torch 2.13 deprecates.
@@ -351,9 +349,10 @@ def test_validation_in_between_changes_nothing():
 
 def documented_module():
     """Run the documentation's code for manual optimization."""
-    code = integration.__doc__.split("Manual optimization")[1].split("::\n\n")[1].split("\n\nIf you use")[0]
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    code = page.split("Manual optimization")[1].split("```python\n")[1].split("```")[0]
     names = {"L": L, "torch": torch, "adahessian": adahessian}
-    exec(textwrap.dedent(code), names)
+    exec(code, names)
     return names["Classifier"]
 
 

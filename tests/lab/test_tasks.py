@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_tasks import SMALL, alike, load
 from tiny_data import WRITERS
-from torch.func import functional_call, grad, jvp
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adahessian.base.batches import map_tensors
@@ -186,3 +186,26 @@ def test_the_split_of_the_holdout_is_fixed():
 def test_no_task_is_left_out():
     assert {*PRESETS} == {*WRITERS}
     assert {*SMALL} <= {*PRESETS}
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_the_exact_solution_solves_the_equation(dimensions):
+    task = load(f"pinn-poisson-{dimensions}d")
+    points, force = next(task.batches(0))
+    second = vmap(hessian(lambda x: task.exact(x[None])[0][0]))(points)
+    torch.testing.assert_close(-second.diagonal(dim1=1, dim2=2).sum(1), force)
+    assert points.dtype == force.dtype == torch.float64
+    assert points.abs().max() < 1
+    assert (task._boundary.abs().amax(1) == 1).all()
+    assert task.exact(task._boundary)[0].abs().max() < 1e-14
+
+    def predict(points, shift=0.0, factor=1.0):
+        solution, force = task.exact(points)
+        return solution + shift, None, -factor * force
+
+    batch = points, force
+    assert task.loss(predict, batch) < 1e-25
+    assert task.evaluate(predict)["relative_error"] == 0
+    # The boundary excludes other solutions of the equation.
+    assert task.loss(lambda points: predict(points, shift=1.0), batch) > 1
+    assert task.loss(lambda points: predict(points, factor=0.0), batch) == pytest.approx(1, rel=0.5)

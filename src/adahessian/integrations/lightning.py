@@ -1,38 +1,7 @@
 """Lightning: a callback that measures the curvature before each training step that needs a measurement.
 
-Return an AdaHessian from ``configure_optimizers``, and leave ``training_step`` as it is. Each measurement runs
-``training_step`` once more, on a part of the batch, and undoes its side effects. Nothing is logged, and the module's
-metrics, counters and lists keep their values::
-
-    from adahessian.integrations.lightning import CurvatureCallback
-
-    trainer = L.Trainer(callbacks=CurvatureCallback(batch_fraction=0.25))
-
-Manual optimization needs no callback. Create one :class:`adahessian.Curvature` per optimizer. Its loss function must
-not log or update metrics, because side effects are not undone here::
-
-    class Classifier(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.layers = torch.nn.Linear(5, 3)
-
-        def loss(self, batch):
-            return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-        def on_fit_start(self):
-            wrapped = self.trainer.strategy.model  # by DDP, which holds the process group
-            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-            self.curvature = adahessian.Curvature(wrapped, Classifier.loss, self.optimizers(), scaler=scaler)
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            self.curvature.measure(batch)
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-If you use ``pytorch_lightning`` instead of ``lightning.pytorch``, import it first. They are separate packages.
+``docs/integrations.md`` shows how to use it, and what to do with manual optimization. If you use ``pytorch_lightning``
+instead of ``lightning.pytorch``, import it first. They are separate packages.
 """
 
 from __future__ import annotations
