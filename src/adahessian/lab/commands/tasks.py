@@ -9,7 +9,7 @@ from importlib.resources import files
 import tyro
 from tyro.conf import Positional
 
-from adahessian.lab.commands.train import typed
+from adahessian.lab.commands.train import program, typed
 from adahessian.lab.configs import PRESETS, Preset, find_preset
 from adahessian.lab.configs.run import options_of
 
@@ -46,4 +46,5 @@ def _description(preset: Preset) -> Iterator[str]:
     for row in rows:
         settings = f"{row['optimizer']} {row['override']}".strip()
         yield f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{' ± ' * bool(row['std'])}{row['std']}"
-    yield f"\nadahessian train {preset.name}" + ("" if preset.needs_no_data else " --data-dir DIR")
+    data = "" if preset.needs_no_data else " --data-dir DIR"
+    yield f"\nTo train it: {' '.join(program())} train {preset.name}{data}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -127,10 +128,16 @@ def execute(
     return result
 
 
+def program() -> list[str]:
+    """Return the words that started the command: a user's own file with tasks, or ``adahessian``."""
+    script = Path(sys.argv[0])
+    return ["python", script.name] if script.suffix == ".py" and script.name != "__main__.py" else ["adahessian"]
+
+
 def train_line(run: Run) -> str:
     """Return the command that trains a run: options that differ from the preset's, without seed and session."""
     preset = find_preset(run.task).config(run.optimizer)
-    words = ["adahessian", "train", run.task, run.optimizer, *typed(difference(run.config, preset), unset=True)]
+    words = [*program(), "train", run.task, run.optimizer, *typed(difference(run.config, preset), unset=True)]
     if run.label != label(run.optimizer, run.config, preset):
         words += ["--name", run.label]
     return shlex.join(words)

@@ -39,9 +39,9 @@ def make_step(
     if isinstance(config, (configs.AdaHessian, configs.AdaHessianKron)):
         assert isinstance(optimizer, adahessian.AdaHessian)
         dtype = torch.bfloat16 if config.product_dtype == "bfloat16" and compiled else None
-        curvature = adahessian.Curvature(
-            model, loss_fn, optimizer, batch_fraction=config.batch_fraction, compile=compiled, product_dtype=dtype
-        )
+        options: Any = {"batch_fraction": config.batch_fraction, "product_dtype": dtype}
+        is_default = not compiled and not next(model.parameters()).is_cuda  # for the log
+        curvature = adahessian.Curvature(model, loss_fn, optimizer, compile=None if is_default else compiled, **options)
     if config.clip_norm is not None:
         optimizer.register_step_pre_hook(partial(_clip, clip_norm=config.clip_norm))
     if not can_compile:
