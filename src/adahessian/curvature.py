@@ -43,13 +43,13 @@ class Curvature(Generic[Model]):
         model: The model. It may share modules with the model that computes the gradient, or be a part of that model.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, a mean over the batch rather than a sum.
         optimizer: The optimizer that uses the curvature and knows when it is due.
-        batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None is 1 for AdaHessian and 0.25
-            for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without a
-            batch dimension, such as a mask, through a closure.
+        batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None means 1 for AdaHessian and
+            0.25 for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without
+            a batch dimension, such as a mask, through a closure.
         batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
-        product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs,
-            and on a slice of the batch, where the gradient is not used, all of them.
+        product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
+            On a slice of the batch, the gradient is not used, so all operands are rounded.
         scaler: ``GradScaler`` of a float16 loop. The pass has a loss scale of its own, which starts at the scaler's and
             decreases if second derivatives overflow.
         process_group: Process group over which gradients and curvature are averaged. ``"auto"`` uses the group of

@@ -35,7 +35,7 @@ def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_param
       less curvature than the damping (both for AdaHessianKron, whose ``staleness`` is also reported per parameter).
     - ``unmeasured``, the fraction of elements that no measurement has reached yet. AdaHessian does not move them.
 
-    Numbers without a value so far are left out, and so are groups with ``sparse=True``. The call synchronizes once per
+    Numbers that have no value yet are left out, and so are groups with ``sparse=True``. The call synchronizes once per
     device, and for AdaHessianKron once per matrix. If parameters are sharded, all ranks must call it, and all get the
     numbers of the whole parameters.
 

@@ -24,25 +24,24 @@ class AdaHessianKron(AdaHessian):
         Y_t &= H_t z, \quad z \text{ Rademacher} && \text{exact product} \\
         L_t &= \overline{Y Y^\top} / n, \quad R_t = \overline{Y^\top Y} / m && \text{running means, in blocks} \\
         u_t &= (L_t + \delta \bar\lambda_L)^{-1/2} \, m_t \, (R_t + \delta \bar\lambda_R)^{-1/2}
-            && \text{Newton's step up to its length} \\
+            && \text{Newton's step, except for its length} \\
         \theta_t &= \theta_{t-1} - \eta \, (c_t u_t + \lambda \theta_{t-1}) && \text{step, decoupled weight decay}
 
     The scale :math:`c_t` matches the gain and the length of AdamW's step, so AdamW's learning rate, decay and schedule
-    apply as they are. Measure with :class:`adahessian.Curvature`, which takes a quarter of each batch unless told
-    otherwise. Kernels count as matrices of (out, in x kernel). :func:`adahessian.param_groups` finds embedding tables,
-    whose rows get a diagonal, stacks of matrices, and grouped or transposed convolutions. Each matrix of a stack has
-    its own scale. Vectors keep mean squares of their elements. With FSDP2, blocks of rows are also cut where shards
-    begin.
+    apply unchanged. Measure with :class:`adahessian.Curvature`, which uses a quarter of each batch by default. Kernels
+    are treated as matrices of shape (out, in x kernel). :func:`adahessian.param_groups` marks stacks of matrices,
+    grouped or transposed convolutions, and embedding tables, whose rows get a diagonal. Each matrix of a stack has its
+    own scale. Vectors keep mean squares of their elements. With FSDP2, blocks of rows are also cut where shards begin.
 
     Args:
         params: Parameters, named parameters or groups. Complex parameters are not supported, nor are grouped or
             transposed convolutions that are sharded over ranks.
-        lr: Learning rate :math:`\eta`, AdamW's.
-        betas: Decay :math:`\beta_1` of the gradient momentum and :math:`\beta_2` of the factors, the latter per
+        lr: Learning rate :math:`\eta`. Use the learning rate you would use for AdamW.
+        betas: Decay rates :math:`\beta_1` of the gradient momentum, per step, and :math:`\beta_2` of the factors, per
             measurement.
         block_size: Largest number of rows or columns that share a factor. Longer dimensions are cut into blocks.
-        damping: Least damping :math:`\delta`, relative to the mean eigenvalue. It is 1 / n after n measurements, and
-            at least this.
+        damping: Minimum damping :math:`\delta`, relative to the mean eigenvalue. After n measurements, the damping is
+            1 / n, but at least this value.
         num_probes: Number of Hessian-vector products per measurement. Their outer products are averaged.
         weight_decay, curvature_every, curvature_warmup, seed, maximize, capturable: As for :class:`AdaHessian`.
 
@@ -82,7 +81,7 @@ class AdaHessianKron(AdaHessian):
         self._start(params, {**_UNUSED, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. It is measured, with all others, at the next step.
+        """Add a parameter group. The next step measures all groups.
 
         Raises:
             ValueError: If an option of the group is out of its range or belongs to AdaHessian only, or a parameter is
@@ -110,9 +109,9 @@ class AdaHessianKron(AdaHessian):
         group["shards"] = _shards(group)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state dict, also of another number of ranks, which may cut the blocks of sharded rows elsewhere.
+        """Load a state dict. It may come from another number of ranks, whose shards may cut the blocks elsewhere.
 
-        The next step measures parameters anew whose blocks have changed, and the log says so.
+        If the blocks of a parameter have changed, the next step measures it again, and a warning is logged.
 
         Raises:
             ValueError: If ``state_dict`` is from another optimizer or does not fit. Nothing is loaded in that case.
@@ -127,8 +126,8 @@ class AdaHessianKron(AdaHessian):
                 group["staleness"] = max(group["staleness"], group["curvature_every"])
         if changed:
             warn_once(
-                f"The state of {changed} parameters was saved with shards that cut other blocks of their rows. The "
-                "next step measures these parameters anew."
+                f"The state of {changed} parameters was saved with shards that cut their rows into other blocks. The "
+                "next step measures these parameters again."
             )
 
 

@@ -83,7 +83,7 @@ def _not_finite(tensors: Iterable[Tensor | None], device: torch.device) -> Tenso
 
 
 def calling_scaler() -> GradScaler | None:
-    """Return the scaler whose ``step`` is running, found on the call stack because it tells the optimizer nothing."""
+    """Return the scaler whose ``step`` is running, from the call stack, because it passes nothing to the optimizer."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not isinstance(frame.f_locals.get("self"), GradScaler):
         frame = frame.f_back

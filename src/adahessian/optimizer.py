@@ -169,7 +169,7 @@ class AdaHessian(Optimizer):
             ValueError: If a parameter does not belong to this optimizer, or a tensor does not have its shape.
         """
         if "damping" in self.defaults:
-            raise TypeError("diagonal is of no use to AdaHessianKron. Measure with adahessian.Curvature.")
+            raise TypeError("diagonal cannot be used by AdaHessianKron. Measure with adahessian.Curvature.")
         if not isinstance(diagonal, Mapping):
             raise TypeError(f"diagonal is a {type(diagonal).__name__}. Pass a dict that maps parameters to tensors.")
         own = {param for param, _, _ in parameters_of(self.param_groups)}
@@ -339,7 +339,7 @@ class AdaHessian(Optimizer):
                 raise ValueError(f"state_dict is from another optimizer. Load one that {type(self).__name__} saved.")
             for own, saved in zip(self.param_groups, incoming["param_groups"], strict=False):
                 if own["sparse"] != saved.get("sparse", False):
-                    raise ValueError("state_dict has sparse=True for other groups. Create the same groups as before.")
+                    raise ValueError("state_dict has sparse=True in different groups. Create the same groups again.")
             for param, group, state in self._match(incoming):
                 if (problem := state_problem(state, param, group)) is not None:
                     raise ValueError(problem)

@@ -29,7 +29,7 @@ from adahessian.optimizer import AdaHessian
 Loss: TypeAlias = Callable[[Any], Tensor]
 Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
 
-_MOST_UPDATES = 64  # captured, of which each bucket of parameters has one or two
+_MOST_UPDATES = 64  # captured updates. Each bucket of parameters has one or two
 _TENSORS = operator.attrgetter("_parameters", "_buffers")
 
 
@@ -37,9 +37,9 @@ class TrainingStep:
     """A whole training step in one call: gradient, curvature when it is due, and update.
 
     Derivatives are compiled if the model is large enough. On a GPU, CUDA graphs replay them, which removes the overhead
-    of Python and of launches, and they replay the arithmetic of AdaHessianKron, too. The update stays an ordinary
-    ``optimizer.step()``, so schedules, hooks, evaluation and checkpoints work as in any loop. Batches of another shape
-    run uncaptured unless that shape is frequent.
+    of Python and of launches. They also replay the arithmetic of AdaHessianKron. The update stays an ordinary
+    ``optimizer.step()``, so schedules, hooks, evaluation and checkpoints work as in any loop. Batches of other shapes
+    run uncaptured until a shape becomes frequent.
 
     Gradients are replaced, not accumulated, and the next step overwrites the tensors in ``param.grad``. Hooks on
     parameters do not run. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats the Python

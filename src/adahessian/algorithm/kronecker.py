@@ -5,15 +5,15 @@ For a matrix of shape (m, n) with Hessian :math:`A \otimes B` and a product :mat
 .. math::
     E[Y Y^\top] = \operatorname{tr}(B^2) \, A^2, \quad E[Y^\top Y] = \operatorname{tr}(A^2) \, B^2
 
-so Newton's step :math:`H^{-1} M` is :math:`L^{-1/2} M R^{-1/2}` up to one scale, where L and R are running means of
-:math:`Y Y^\top / n` and :math:`Y^\top Y / m`. L and R are block-diagonal. One probe serves all parameters, so they
-sketch the rows of H squared, with the share of other layers, as the paper's diagonal does.
+so Newton's step :math:`H^{-1} M` is :math:`L^{-1/2} M R^{-1/2}` up to a scale factor, where L and R are running means
+of :math:`Y Y^\top / n` and :math:`Y^\top Y / m`. L and R are block-diagonal. One probe serves all parameters, so they
+sketch rows of the square of H, with contributions from other layers, as the paper's diagonal does.
 
-A parameter has one member or, as a stack of matrices, several. Each member is scaled on its own. All members of one
-form are processed at once, so a deep network needs as many launches as a shallow one.
+A parameter has one member, or several if it is a stack of matrices. Each member is scaled separately. All members of
+one form are processed together, so a deep network needs as many launches as a shallow one.
 
-If parameters are sharded over ranks, each rank has the left factors of its own rows, or the stack's members of its own.
-It gets whole products, so it has whole right factors and mean squares of vectors. Sums over rows are gathered.
+If parameters are sharded over ranks, each rank has the left factors of its own rows, or its own members of a stack. It
+receives whole products, so it has whole right factors and mean squares of vectors. Sums over rows are gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from adahessian.algorithm.shapes import CurvatureShape, Estimate
 from adahessian.algorithm.update import decay_weights
 from adahessian.base.precision import accurate_matmul, autocast_disabled
 
-# Below this a curvature counts as zero. Its square root is still far from float32's smallest number.
+# A curvature below this value counts as zero. Its square root is still far from float32's smallest number.
 _TINY = 1e-30
 _HUGE = 1e18  # above this a norm's square would overflow
 _VANISHED = 1e-6  # of the largest element of a direction
@@ -53,7 +53,7 @@ Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all rank
 class Cut:
     """A dimension, cut into nearly equal blocks; the last one is padded with zeros.
 
-    A rank that has only a part of the rows pads its first block, too. The blocks of all ranks add up to whole blocks
+    A rank that has only some of the rows also pads its first block. The blocks of all ranks add up to whole blocks
     without the entries between rows of two ranks.
     """
 
@@ -236,9 +236,9 @@ class Rotation(CurvatureShape):
 def rotation_for(shape: tuple[int, ...], block_size: int, kind: str, groups: int) -> Rotation:
     """Choose the curvature of a parameter.
 
-    A kernel, (out, in / groups, ...), has a matrix (out / groups, in / groups x kernel) for each of its groups. So has
-    a ``"transposed"`` kernel, (in, out / groups, ...). A ``"stack"``, (members, rows, ...), has a matrix for each of
-    its members. The rows of a ``"table"`` have no neighbours and get a diagonal.
+    A kernel, (out, in / groups, ...), has a matrix (out / groups, in / groups x kernel) for each of its groups, and so
+    does a ``"transposed"`` kernel, (in, out / groups, ...). A ``"stack"``, (members, rows, ...), has a matrix for each
+    of its members. The rows of a ``"table"`` are unrelated and get a diagonal.
     """
     if len(shape) < 2 or 0 in shape:
         return Rotation(shape, Vector(math.prod(shape)))
@@ -359,10 +359,10 @@ def refresh_roots(
     least: float,
     gather: Gather | None = None,
 ) -> None:
-    """Compute the inverse roots of all factors, many of one size at once. Roots stay where they would not be finite.
+    """Compute the inverse roots of all factors, many of one size at once. Keep a root if its new value is not finite.
 
-    The damping is relative to the mean eigenvalue. After n measurements it is 1 / n and at least ``least``, because the
-    factors of few measurements are unreliable.
+    The damping is relative to the mean eigenvalue. After n measurements it is 1 / n, but at least ``least``, because
+    factors from few measurements are unreliable.
     """
     dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
     waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
@@ -459,7 +459,7 @@ def take_rotated_steps(
     group: dict[str, Any],
     gather: Gather | None = None,
 ) -> None:
-    """Take the step of this number, or with one number per parameter if it is a tensor, in place."""
+    """Take the step with this number, in place. A tensor holds one number per parameter."""
     lr, beta1, decay = group["lr"], group["betas"][0], group["weight_decay"]  # numbers or tensors
     if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
         lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)
@@ -508,7 +508,7 @@ def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tu
     # The scale cancels, but squares would overflow. Shards may be empty.
     largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + _TINY
     u = u.div_(largest[:, None])
-    moved = u.abs().gt(_VANISHED).sum(1).to(u)  # rows of a table that have not occurred for long do not count
+    moved = u.abs().gt(_VANISHED).sum(1).to(u)  # without rows of a table that have not occurred for a long time
     return u, [norm(m, dim=1), norm(u, dim=1), (m * u).sum(1), norm(m, 1, 1), moved, largest]
 
 
@@ -538,7 +538,7 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any
         \frac{0.1}{\sqrt{0.001} \, \mathrm{rms}(u)}\Big)
 
     A step of AdamW lowers the loss by about :math:`\eta s |m|_1`, and its root mean square is about s. The scale c
-    matches the larger of both, so AdamW's learning rate applies. No update is longer than AdamW's can be.
+    matches the larger of the two, so AdamW's learning rate applies. No update is longer than AdamW's can be.
     """
     t = family.spread(number) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes

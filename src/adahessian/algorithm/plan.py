@@ -42,7 +42,7 @@ from adahessian.base.shards import agree, gather_over, is_sharded, local, local_
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
-# Roots cost more than the rest of a measurement. After this many measurements, one more hardly changes the factors.
+# Roots cost more than the rest of a measurement. After this many measurements, another one hardly changes the factors.
 _ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
 
 Places = tuple[int, ...]
@@ -56,7 +56,7 @@ _COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=
 
 @contextmanager
 def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
-    """Compile the arithmetic of curvature that rotates, which has many small kernels, inside of the context.
+    """Inside the context, compile the arithmetic of curvature that rotates, which has many small kernels.
 
     ``run(key, update)`` runs an update. It may replay an earlier update with the same key, which did the same with the
     same memory.
@@ -270,7 +270,7 @@ class Bucket:
         if self._gather is not None or not is_compiled:
             kronecker.take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
             return
-        # Compilers and graphs take numbers for constants. Filling a tensor does not synchronize, but copying one does.
+        # Compilers and graphs treat numbers as constants. Filling a tensor does not synchronize, but copying one does.
         values = number, group["lr"], group["betas"][0], group["weight_decay"]
         for place, value in zip(self._scalars, values, strict=True):
             is_here = isinstance(value, Tensor) and value.device == place.device

@@ -93,7 +93,7 @@ def init_state(state: State, param: Tensor, group: Group) -> None:
 
 
 def measure_anew(state: State, param: Tensor, group: Group, shards: int) -> bool:
-    """Forget a left factor that was cut into this many shards if its rows are cut elsewhere now. Return whether."""
+    """Delete a left factor that was cut into this many shards if its rows are now cut elsewhere. Return whether."""
     shape, cut_by = shape_of(param, group), rows_cut_by(param)
     rows = shape.form.cuts[0] if isinstance(shape, Rotation) and not shape.is_stack else None
     now = 1 if cut_by is None else cut_by[0].size(cut_by[1])

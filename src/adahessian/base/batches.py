@@ -154,14 +154,14 @@ class SeenSignatures:
         except TypeError as error:
             warn_once(
                 f"Batches with a {error} are neither compiled nor captured, because it cannot be compared between "
-                "batches. Pass tensors, plain values and collections of them."
+                "batches. Pass only tensors, plain values and collections of them."
             )
             return None
         if key not in self._tried:
             self._seen[key] += 1
             if self._tried and (self._seen[key] < 50 or len(self._tried) == 4):
                 info_once(
-                    "A batch of another shape is neither compiled nor captured until the shape has occurred 50 times. "
+                    "A batch of a new shape is neither compiled nor captured until the shape has occurred 50 times. "
                     "Pad or drop incomplete batches, so that all batches have one shape."
                 )
                 if len(self._seen) > 1000:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# Disables autocast on all devices. A gradient may run under an autocast that its forward pass did not run under, and so
-# may the optimizer.
+# Disables autocast on all devices. The gradient and the optimizer may run under an autocast that the forward pass did
+# not run under.
 autocast_disabled = torch._C._DisableAutocast
 
 

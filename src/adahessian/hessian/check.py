@@ -33,7 +33,7 @@ class UnusableError(Exception):
 def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded: bool) -> tuple[str, bool]:
     """Describe how close a compiled product is to double backward, and return whether another batch can change that.
 
-    A random loss is compared with dropout off and without the compiler, which may draw random numbers in another order.
+    A random loss is compared without dropout and without the compiler, which may draw random numbers in another order.
     Raise an UnusableError if they disagree or the compiled pass fails. Other errors come from the loss.
     """
     model, loss_fn, request = compiled.model, compiled.loss_fn, request._replace(num_probes=1)

@@ -23,8 +23,8 @@ _GRADIENT_OF_NORM = re.compile(r"(layer|batch)norm(?=backwardbackward)", re.IGNO
 def check_twice_differentiable(tensors: Iterable[Tensor], *, of_loss: bool = False) -> None:
     """Raise a CurvatureError if a graph contains an operation whose second derivative PyTorch silently gets wrong.
 
-    The tensors are gradients with their graph, or the loss. A gradient of a norm may occur in the graph of a gradient.
-    In the graph of a loss, as with a gradient penalty, it is an error.
+    The tensors are gradients with their graph, or the loss. The graph of a gradient may contain the gradient of a norm.
+    In the graph of a loss, as with a gradient penalty, this is an error.
     """
     known = set()
     for node in _nodes(tensors):

@@ -97,7 +97,7 @@ class AdaHessianMixin(Trainer):
 
     def _objective(self, model: nn.Module, batch: _MicroBatch) -> Tensor:
         inputs, num_items, examples = batch
-        # The Trainer's own rule for whether a loss is a part of a sum over micro-batches, or a mean that it divides.
+        # The Trainer's own rule for whether a loss is part of a sum over micro-batches, or a mean that it divides.
         is_part = getattr(self, "loss_is_scaled_for_ga", None)
         if is_part is None:
             is_part = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)

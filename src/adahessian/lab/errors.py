@@ -8,7 +8,7 @@ class LabError(Exception):
 
 
 class ConfigError(LabError):
-    """An option has a value that makes no sense, or a task or an optimizer does not exist."""
+    """An option has an invalid value, or a task or an optimizer does not exist."""
 
 
 class DataError(LabError):

@@ -43,7 +43,7 @@ class Clock:
 
 
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median of the ratios within rounds. Whatever slows down a round slows down both sides."""
+    """Return the median of the ratios within rounds. Anything that slows down a round affects both sides."""
     return median(own / other for own, other in zip(times, reference, strict=True))
 
 
@@ -71,7 +71,7 @@ def measure(jobs: Sequence[Job], *, clock: Clock, at_once: int = 1) -> Iterator[
 
 
 def _rows(members: Sequence[_Process], baseline: _Process, clock: Clock) -> Iterator[Row]:
-    """Let some processes and their baseline take turns, and yield the rows of the former."""
+    """Let some processes and their baseline take turns, and yield the rows of the processes."""
     turns = [process for process in dict.fromkeys([baseline, *members]) if "error" not in process.row()]
     times = clock.in_rounds({process.job.label: process for process in turns})
     for process in members:

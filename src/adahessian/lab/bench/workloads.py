@@ -34,7 +34,7 @@ def bfloat16_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A network, the size of its batch and the optimizer that people train it with."""
+    """A network, the size of its batch and the optimizer that usually trains it."""
 
     baseline: Literal["sgd", "adamw"]
     model: Callable[[], nn.Module]

@@ -31,11 +31,11 @@ class Bench(Options):
     """
 
     workloads: tuple[str, ...] = ("resnet20", "gpt")  # Networks: digits, resnet20, gpt, gpt2-124m, lstm.
-    modes: tuple[Mode, ...] = ()  # Whole steps, eager or as captured on a GPU, or updates alone. Default: as `train`.
+    modes: tuple[Mode, ...] = ()  # Whole steps (eager or captured on a GPU), or updates alone. Default: as in `train`.
     optimizers: tuple[str, ...] = ("*",)  # Rows to measure, such as adamw adahessian-kron/every-20 'adahessian/*'.
-    rounds: Count = 5  # Turns of each optimizer and the baseline. Medians over rounds count.
-    at_once: Count = 1  # Optimizers to prepare at the same time, as compiling takes minutes.
-    output: Path = Path("bench.json")  # File for the rows. It must not exist.
+    rounds: Count = 5  # Rounds in which all optimizers take turns. Results are medians over rounds.
+    at_once: Count = 1  # Optimizers to prepare in parallel, because compiling takes minutes.
+    output: Path = Path("bench.json")  # File for the rows. It must not exist yet.
 
 
 def main(argv: Sequence[str]) -> None:

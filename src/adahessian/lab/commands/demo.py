@@ -17,23 +17,23 @@ from adahessian.lab.paper_figures.style import save
 from adahessian.lab.results import frames, plots
 from adahessian.lab.results.run_file import RunFiles
 
-# L-BFGS is what people use for the equation, and SGD for images.
+# L-BFGS is common for the equation, and SGD for images.
 _OPTIMIZERS = {
     "digits": ("adahessian-kron", "adahessian", "adamw", "sgd"),
     "pinn-poisson-1d": ("adahessian-kron", "adamw", "lbfgs"),
 }
 _ABOUT = """\
-Digits: 1,297 real images to train on, a small convolutional network. The learning rates of SGD, AdamW and AdaHessian
-were searched. AdaHessianKron takes AdamW's. Poisson's equation: a physics-informed network in float64, on all points
-at every step. No learning rate was searched, and a step of L-BFGS evaluates the loss several times.
+Digits: a small convolutional network and 1,297 real training images. The learning rates of SGD, AdamW and AdaHessian
+were tuned. AdaHessianKron uses AdamW's. Poisson's equation: a physics-informed network in float64 that uses all points
+at every step. No learning rate was tuned, and each step of L-BFGS evaluates the loss several times.
 """
 
 
 class Demo(Options):
     """Train on real digits and solve a differential equation with several optimizers, in about a minute."""
 
-    seeds: Count = 3  # Runs per optimizer, with the seeds 1, 2, 3 and so on.
-    epochs: Count = 10  # Epochs of digits. The learning rates were searched for the default.
+    seeds: Count = 3  # Runs per optimizer, with seeds 1, 2, 3 and so on.
+    epochs: Count = 10  # Epochs on digits. The learning rates were tuned for the default.
     steps: Count = 1000  # Steps for the differential equation.
     output: Path = Path("demo")  # Folder for figures and runs.
 

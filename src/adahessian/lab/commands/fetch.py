@@ -15,14 +15,14 @@ from adahessian.lab.data.sources import download, downloads_of, instructions_of
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Download the data of a task from its owner, or say how to get it. Existing files are kept."""
+    """Download the data of a task from its owner, or explain how to get it. Existing files are kept."""
 
     task: Positional[str]  # Name of the task.
     data_dir: Path = Path("data")  # Folder for the data.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Download the data of a task, or print how to get it."""
+    """Download the data of a task, or explain how to get it."""
     options = tyro.cli(Fetch, args=argv, prog="adahessian fetch")
     preset = find_preset(options.task)
     if preset.needs_no_data:

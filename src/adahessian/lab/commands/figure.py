@@ -21,13 +21,13 @@ from adahessian.lab.results import frames, plots
 class Options:
     """Draw figure 1, 2 or 3 of the paper, or a figure of runs. Figures 1 and 3 are computed on the spot."""
 
-    # Figure of the paper, or: result by budget, by learning rate, by cost, every seed.
+    # Figure of the paper, or of runs: by budget, by learning rate, by cost, or every seed.
     name: Positional[Literal["1", "2", "3", "race", "lr", "cost", "seeds"]]
     paths: tuple[Path, ...] = (Path("runs"),)  # Run files or folders, for figures of runs.
-    task: str | None = None  # Task, for figures of runs. None takes the only one.
+    task: str | None = None  # Task, for figures of runs. None uses the only one.
     weights: Path | None = None  # weights.pt of a finished run, for figure 2.
     data_dir: Path = Path("data")  # Folder with the data, for figure 2.
-    output: Path | None = None  # PNG, SVG or PDF file. None writes figure-NAME.png.
+    output: Path | None = None  # PNG, SVG or PDF file to write. None writes figure-NAME.png.
 
 
 def main(argv: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> None:
     options = tyro.cli(Options, args=argv, prog="adahessian figure")
     path = options.output or Path(f"figure-{options.name}.png")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--output {path} has another suffix. Pass a .png, .svg or .pdf file.")
+        raise ConfigError(f"--output {path} has an unsupported suffix. Pass a .png, .svg or .pdf file.")
     save(_draw(options), path)
     print(f"{path} shows figure {options.name}.")
 

@@ -30,9 +30,9 @@ _RESERVED = ("output", "resume", "overwrite", "exclusive", "stop_after_epochs", 
 class Queue(Options):
     """Train a list of runs. Finished runs are skipped, and interrupted runs are resumed."""
 
-    file: Positional[Path]  # One line per run: TASK OPTIMIZER --options. The most important ones come first.
+    file: Positional[Path]  # File with a line per run: TASK OPTIMIZER --options, the most important first.
     at_once: Count = 1  # Runs at the same time. With 1, their times are recorded as exclusive.
-    minutes: Positive | None = None  # Time limit. Then runs write a checkpoint, and the same command resumes them.
+    minutes: Positive | None = None  # Time limit. After it, runs write checkpoints, and the same command resumes them.
     data_dir: Path = Session.data_dir  # Folder with the data, for lines that do not set their own.
     output: Path = Session.output  # Folder for the runs.
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> None:
     if interrupts.requested:
         raise StoppedError("The queue was interrupted.", planned=False)
     if failed:
-        raise LabError(f"{failed} runs of {queue.file} failed. Read their last lines above.")
+        raise LabError(f"{failed} runs of {queue.file} failed. See their last lines above.")
 
 
 def _work(queue: Queue, waiting: list[_Job], interrupts: Interrupts) -> int:

@@ -30,11 +30,11 @@ _NUMBERS = ("seeds", "diverged", "training loss", "ms per step")
 class Report:
     """Show runs: tables on the terminal, and a page with tables and figures."""
 
-    paths: Positional[tuple[Path, ...]] = (Path("runs"),)  # Run files, and folders that are searched for them.
+    paths: Positional[tuple[Path, ...]] = (Path("runs"),)  # Run files, or folders to search for run files.
     output: Path = Path("report/index.html")  # The page. It needs no other file.
-    markdown: Path | None = None  # Instead of the page: render RESULTS.md.j2, in the first folder, into this file.
+    markdown: Path | None = None  # Instead of the page: render RESULTS.md.j2 of the first folder to this file.
     check: bool = False  # With --markdown: fail if the file differs, and write nothing.
-    missing: bool = False  # Instead of the page: print what the paper ran and PATHS lack, for `adahessian queue`.
+    missing: bool = False  # Instead of the page: print the paper's settings that PATHS lack, as lines for `queue`.
 
 
 def main(argv: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ def _markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: P
 
     def find(task: str, label: str) -> pd.DataFrame:
         if (found := frames.most_seeds(runs[(runs.task == task) & (runs.label == label)])).empty:
-            raise RunFileError(f"There are no runs of {task}, {label}. Add them, or change the template.")
+            raise RunFileError(f"There are no runs of {task}, {label}. Add such runs, or change the template.")
         return found
 
     def figure(name: str, task: str) -> str:

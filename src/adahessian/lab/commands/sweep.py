@@ -26,13 +26,13 @@ PROG = "adahessian sweep"
 class Sweep(Options):
     """Tune optimizers with the same number of trials each, on validation data. Finished runs are skipped.
 
-    All options of `adahessian train TASK OPTIMIZER` apply to every run. A task without validation data holds out
-    training examples: see --holdout of `adahessian train`.
+    All options of `adahessian train TASK OPTIMIZER` apply to every run. If a task has no validation data, the sweep
+    holds out training examples (see --holdout of `adahessian train`).
     """
 
-    trials: Count = 5  # Trials per optimizer. The first one has the given settings.
-    final_seeds: tuple[int, ...] = ()  # Then train the selected settings on all training data, with these seeds.
-    final_budgets: tuple[Positive, ...] = (1.0,)  # Lengths of these runs, as multiples of the trials' length.
+    trials: Count = 5  # Trials per optimizer. The first one uses the given settings.
+    final_seeds: tuple[int, ...] = ()  # Then train the selected settings with these seeds, on all training data.
+    final_budgets: tuple[Positive, ...] = (1.0,)  # Lengths of the final runs, as multiples of the trials' length.
     lr_factors: tuple[Positive, ...] = ()  # Instead of trials: multiples of the learning rate, such as 0.5 1 2.
     vary: tuple[str, ...] = ()  # Instead of trials: an option and its values, such as block-size 64 256.
 
@@ -41,7 +41,7 @@ class Sweep(Options):
         if len(self.vary) == 1:
             raise ConfigError(f"--vary {self.vary[0]} has no values. Pass an option and its values.")
         if bool(self.vary) + bool(self.lr_factors) + bool(self.final_seeds) > 1:
-            raise ConfigError("--vary, --lr-factors and --final-seeds exclude one another. Pass one of them.")
+            raise ConfigError("--vary, --lr-factors and --final-seeds cannot be combined. Pass one of them.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     parsed = [parse_runs(command, PROG) for command in commands]
     for run in (runs[0] for runs, _ in parsed):
         if run != _with(run, run.config):
-            raise ConfigError(f"--name {run.label} would name all trials alike. Leave it out.")
+            raise ConfigError(f"--name {run.label} would give all trials the same name. Leave it out.")
     session = replace(parsed[0][1], resume=not parsed[0][1].overwrite)
     if not (sweep.vary or sweep.lr_factors):
         _tune([[*_trials(runs, sweep.trials)] for runs, _ in parsed], sweep, session)

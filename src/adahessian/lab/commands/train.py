@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class Train:
     """Train a task. Options default to the preset of the task and the optimizer."""
 
-    seeds: tuple[int, ...] = (1,)  # Seeds. Each is a run of its own.
-    name: str | None = None  # Name of the runs. None names them by their optimizer and changed options.
+    seeds: tuple[int, ...] = (1,)  # Seeds, one run each.
+    name: str | None = None  # Name of the runs. None uses the optimizer and the changed options.
     config: RunConfig
     session: Session
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train with every seed. Runs that stop as planned do not keep the next one from starting."""
+    """Train with every seed. A run that stops as planned does not prevent the next one."""
     runs, session = parse_runs(argv, "adahessian train")
     for run in runs:
         try:
@@ -56,7 +56,7 @@ def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
         print(usage)
         raise SystemExit
     if not names:
-        raise ConfigError(f"The name of a task comes first.\n{usage}")
+        raise ConfigError(f"The first argument must be a task.\n{usage}")
     preset, optimizer = find_preset(names[0]), names[1] if len(names) > 1 else "adahessian-kron"
     default = Train(config=preset.config(optimizer), session=Session())
     parsed: Train = tyro.cli(
@@ -67,7 +67,7 @@ def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
         config=(tyro.conf.AvoidSubcommands, tyro.conf.OmitArgPrefixes),
     )
     if not parsed.seeds or min(parsed.seeds) < 0:
-        raise ConfigError("--seeds is empty or negative. Pass one or more numbers from 0.")
+        raise ConfigError("--seeds is empty or negative. Pass one or more non-negative integers.")
     if parsed.name is not None and Path(parsed.name).name != parsed.name:
         raise ConfigError(f"--name {parsed.name} contains a folder. Pass the folder as --output.")
     name = parsed.name or label(optimizer, parsed.config, default.config)
@@ -93,7 +93,7 @@ def execute(
     device = _device(session.device)
     files = RunFiles(output=session.output, task=run.task, label=run.label, seed=run.seed)
     if finished := _finished(run, session, files, device):
-        say(f"{files.result} is finished. Skipped.")
+        say(f"{files.result} is already finished. Skipped.")
         return finished
     try:
         with (
@@ -116,13 +116,13 @@ def execute(
         say(f"{stopped} Run the same command with --resume{instead} to continue.")
         raise
     except DataError as error:
-        hint = f"`adahessian fetch {run.task}` downloads the data or says where it is."
+        hint = f"`adahessian fetch {run.task}` downloads the data or explains how to get it."
         raise DataError(f"{error}\n{hint}") from error
     except OSError as error:
         where = error.filename or files.folder
         raise LabError(
             f"{where} cannot be read or written: {error.strerror or error}. Free some space or choose another "
-            "--output, then continue with --resume. Files written before are intact."
+            "--output, then continue with --resume. Files written earlier are intact."
         ) from error
     say(f"{shown(run.config.task.metric, result.final) or result.status}: {files.result}")
     return result
@@ -174,7 +174,7 @@ def _finished(run: Run, session: Session, files: RunFiles, device: torch.device)
     before = identity(result, result.conditions["precision"], result.conditions["processes"])
     if names := changed(before, identity(run, effective_precision(session, device), world_size())):
         raise RunExistsError(
-            f"{files.result} is a run with other values of {names}. Choose another --name or --output, or pass "
+            f"{files.result} is a run with different values of {names}. Choose another --name or --output, or pass "
             "--overwrite to start over."
         )
     files.checkpoint.unlink(missing_ok=True)  # a run that was killed right after its end leaves it

@@ -1,4 +1,4 @@
-"""What can be set, and what the paper set. Imports neither torch nor a task."""
+"""Options and the paper's settings. Imports neither torch nor a task."""
 
 # The families register their presets in this order.
 # isort: off

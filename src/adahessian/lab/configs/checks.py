@@ -29,9 +29,9 @@ Natural = Annotated[int, minimum(0)]
 Count = Annotated[int, minimum(1)]
 NonNegative = Annotated[float, minimum(0)]
 Positive = Annotated[float, Range("a value above 0", lambda value: 0 < value < math.inf)]
-BelowOne = Annotated[float, Range("a value from 0 and below 1", lambda value: 0 <= value < 1)]
+BelowOne = Annotated[float, Range("a value of at least 0 and below 1", lambda value: 0 <= value < 1)]
 UpToOne = Annotated[float, Range("a value from 0 to 1", lambda value: 0 <= value <= 1)]
-Share = Annotated[float, Range("a value above 0, up to 1", lambda value: 0 < value <= 1)]
+Share = Annotated[float, Range("a value above 0 and at most 1", lambda value: 0 < value <= 1)]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

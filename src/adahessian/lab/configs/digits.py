@@ -17,7 +17,7 @@ class DigitsConfig(WithHoldout):
     network: Literal["conv", "mlp"] = "conv"  # Two convolutions, or a multilayer perceptron.
 
 
-# The warm-up is one epoch: AdaHessian's first steps are at risk, and the others are treated alike.
+# All optimizers have a warm-up of one epoch, because AdaHessian's first steps are at risk.
 _SCHEDULE = ScheduleConfig(schedule="cosine", lr_warmup_steps=20)
 _DECAY = 5e-4
 
@@ -26,7 +26,7 @@ _DECAY = 5e-4
 def digits() -> Configs:
     """Not in the paper. Learning rates were chosen by cross-validation within the training digits.
 
-    They are the best of seven for SGD, Adam, AdamW and AdaHessian, and the best of five for Adagrad and RMSprop.
+    SGD, Adam, AdamW and AdaHessian use the best of seven, Adagrad and RMSprop the best of five.
     """
     optimizers = {
         "adahessian": AdaHessian(lr=0.3, weight_decay=_DECAY / 0.3),
@@ -41,7 +41,7 @@ def digits() -> Configs:
 
 @preset("digits-mlp", "small MLP on handwritten digits")
 def digits_mlp() -> Configs:
-    """Not in the paper. Learning rates are those of docs/learning-rate.md with a warm-up. Adam takes AdamW's."""
+    """Not in the paper. Learning rates are those of docs/learning-rate.md with a warm-up. Adam uses AdamW's."""
     optimizers = {"adahessian": AdaHessian(lr=0.3), "sgd": SGD(lr=0.3, momentum=0.9), "adam": Adam(lr=0.03)}
     mlp = DigitsConfig(network="mlp")
     return same_for(with_modern({**optimizers, "adamw": AdamW(lr=0.03)}), mlp, epochs=10, schedule=_SCHEDULE)

@@ -23,13 +23,13 @@ class GlueConfig(Options):
     batch_size: Count = 16  # Examples per batch, over all processes.
     dataset: Dataset = "rte"  # Dataset of GLUE.
     model: str = "squeezebert"  # Folder of the pre-trained model, in --data-dir or elsewhere.
-    max_length: Annotated[int, minimum(2)] = 128  # Most tokens of an example. The rest is cut off.
+    max_length: Annotated[int, minimum(2)] = 128  # Maximum number of tokens per example. The rest is cut off.
     dropout: BelowOne = 0.1  # Dropout in the encoder and before the classifier.
     holdout: Natural = 0  # Training examples to keep for validation. 0 evaluates on the dev set.
 
     @property
     def score(self) -> Metric:
-        """What the dataset is scored by: its name is accuracy, accuracy_and_f1 or correlation."""
+        """The score of the dataset, named accuracy, accuracy_and_f1 or correlation."""
         return _SCORES.get(self.dataset, _ACCURACY)
 
     @property
@@ -61,7 +61,7 @@ def _optimizers(lr: float, *, adamw_lr: float = 2e-5, weight_decay: float = 0.0)
 
 
 _NOTES = """
-    AdaHessian's learning rate, the schedule and the epochs are from a later paper that ran AdaHessian again. Other
+    AdaHessian's learning rate, the schedule and the epochs are from a later paper that used AdaHessian again. Other
     learning rates are ours and were not searched. The paper starts from a SqueezeBERT that was fine-tuned on MNLI.
     """
 _F1_NOTES = f"""
@@ -80,7 +80,7 @@ def _register(dataset: Dataset, folder: str, about: str, *, lr: float = 1e-3, ep
         return same_for(_optimizers(lr), task, epochs=epochs, schedule=schedule)
 
 
-_register("rte", "RTE", "Entailment of a sentence by another: 2,490 pairs.", epochs=10)
+_register("rte", "RTE", "Whether one sentence entails another: 2,490 pairs.", epochs=10)
 _register("mrpc", "MRPC", "Paraphrases from the news: 3,668 pairs.", lr=1e-2)
 _register("stsb", "STS-B", "Similarity of sentences from 0 to 5: 5,749 pairs. AdaHessian's learning rate is ours.")
 _register("sst2", "SST-2", "Sentiment of phrases from film reviews: 67,349 examples.")
@@ -93,7 +93,7 @@ _MINILM = "glue/SST-2 as in glue-sst2, and the folder minilm-l6: MiniLM-L6 with 
 
 @preset("minilm-sst2", "short fine-tuning of MiniLM on SST-2", _MINILM)
 def minilm_sst2() -> Configs:
-    """Not in the paper: a comparison of optimizers in minutes. Learning rates were not searched."""
+    """Not in the paper. A comparison of optimizers that takes minutes. Learning rates were not searched."""
     task = GlueConfig(dataset="sst2", model="minilm-l6", batch_size=32)
     schedule = ScheduleConfig(schedule="linear", lr_warmup_steps=15)
     optimizers = _optimizers(5e-3, adamw_lr=2e-4, weight_decay=0.01)

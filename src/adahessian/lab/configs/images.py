@@ -56,22 +56,22 @@ def _configs(task: ImageConfig | FolderConfig, decay: float, epochs: int, schedu
 def cifar10_resnet20() -> Configs:
     """The learning rate decays after epochs 80 and 120, as in the paper. The authors' script decays an epoch earlier.
 
-    The authors report the best epoch, this laboratory the last. Shortcuts pad with zeros. The authors' convolve.
+    The authors report the best epoch, and we report the last. Our shortcuts pad with zeros, and theirs convolve.
     """
     return _configs(ImageConfig(depth=20), 5e-4, 160, _STEPS)
 
 
 @preset("cifar10-resnet32", "ResNet32 on CIFAR-10", _CIFAR10, _NOTES)
 def cifar10_resnet32() -> Configs:
-    """As cifar10-resnet20, with 32 layers."""
+    """Like cifar10-resnet20, but with 32 layers."""
     return _configs(ImageConfig(depth=32), 5e-4, 160, _STEPS)
 
 
 @preset("imagenet-resnet18", "ResNet18 on ImageNet", f"ImageNet (ILSVRC 2012) {_FOLDERS}.", _NOTES)
 def imagenet_resnet18() -> Configs:
-    """The paper tried two schedules. This is the better one. Learning rates are those of CIFAR-10, as in the paper.
+    """This is the better of the paper's two schedules. Learning rates are those of CIFAR-10, as in the paper.
 
-    AdaHessian's weight decay is from a reply of the authors. The other optimizers take the same.
+    AdaHessian's weight decay is from a reply of the authors. The other optimizers use the same value.
     """
     return _configs(FolderConfig(), 1e-4, 90, _PLATEAU)
 

@@ -17,7 +17,7 @@ class WordConfig(WithValidation):
     validation_metric: ClassVar[Metric] = replace(metric, name="valid_perplexity", title="validation perplexity")
 
     batch_size: Count = 60  # Segments per batch, over all processes.
-    text: Literal["ptb", "wikitext103"] = "ptb"  # Text to learn from.
+    text: Literal["ptb", "wikitext103"] = "ptb"  # Training text.
     layers: Count = 3  # Layers.
     width: Count = 256  # Size of a word's embedding.
     head_width: Count = 40  # Size of the attention head.
@@ -36,7 +36,7 @@ class GPTConfig(WithValidation):
 
     batch_size: Count = 16  # Sequences per batch, over all processes.
     tokens: Literal["bytes", "bpe"] = "bytes"  # Bytes, or subwords that are learned from the training text.
-    vocabulary: Annotated[int, minimum(256)] = 256  # Number of tokens: 256 for bytes.
+    vocabulary: Annotated[int, minimum(256)] = 256  # Number of different tokens. Bytes need 256.
     layers: Count = 2  # Layers.
     width: Count = 128  # Size of an embedding.
     heads: Count = 4  # Attention heads per layer.
@@ -68,13 +68,13 @@ _NOTES = """
     The published code never applies its mask, so words see the words they predict. This implementation is causal.
     Do not compare it with the paper's perplexities.
 
-    train_perplexity is that of the tested weights. The training loss contains dropout and label smoothing.
+    train_perplexity is measured with the tested weights. The training loss includes dropout and label smoothing.
 
     The schedule after the warm-up is ours, because the paper does not give it. So are the learning rates of SGD (the
     best of three for a small network), Adam, Adagrad and RMSprop (not searched).
     """
-_PTB = "ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, there or in the sub-folder ptb."
-_WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, there or in the sub-folder wikitext-103."
+_PTB = "ptb.train.txt, ptb.valid.txt and ptb.test.txt, as Mikolov prepared them, in --data-dir or its subfolder ptb."
+_WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, in --data-dir or its subfolder wikitext-103."
 
 
 @preset("ptb-tensorized", "tensorized transformer on Penn Treebank", _PTB, _NOTES)
@@ -102,7 +102,7 @@ def _gpt(task: GPTConfig, *, adamw_lr: float, sgd_lr: float, steps: int, warmup:
 
 
 _GPT_NOTES = "Not in the paper. AdaHessian's learning rate is 30 times AdamW's, and SGD's was not searched."
-_TEXT = "train.txt, valid.txt and test.txt, there or in the sub-folder novels."
+_TEXT = "train.txt, valid.txt and test.txt, in --data-dir or its subfolder novels."
 
 
 @preset("gpt-chars", "character GPT on text files", _TEXT, _GPT_NOTES)

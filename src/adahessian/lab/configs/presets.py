@@ -76,7 +76,7 @@ def near(name: str, names: Iterable[str]) -> str:
 def with_modern(optimizers: Mapping[str, OptimizerConfig]) -> dict[str, OptimizerConfig]:
     """Add AdaHessianKron, Muon, SOAP and Sophia to settings that have AdamW's.
 
-    They take AdamW's learning rate and decay, Sophia a third of the learning rate. Better ones were not searched for.
+    They use AdamW's weight decay and learning rate, but Sophia's learning rate is a third. None were searched.
     """
     adamw = optimizers["adamw"]
     assert isinstance(adamw, AdamW)

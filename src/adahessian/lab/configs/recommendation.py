@@ -15,11 +15,11 @@ class ClickConfig(WithHoldout):
     score: ClassVar[Metric] = Metric(name="accuracy", title="accuracy, %", digits=3)
 
     batch_size: Count = 128  # Rows per batch, over all processes.
-    file: str = "train.txt"  # The log, in --data-dir or in its folder criteo.
+    file: str = "train.txt"  # File name of the log, in --data-dir or its subfolder criteo.
     embedding_width: Count = 16  # Size of an embedding.
     hash_size: Count = 1_000_000  # Buckets per column of categories.
     embedding_lr: NonNegative = 0.01  # Learning rate of Adagrad, which trains AdaHessian's embeddings.
-    bottom_layers: tuple[Count, ...] = (512, 256, 64)  # Hidden units of the network that embeds the numbers.
+    bottom_layers: tuple[Count, ...] = (512, 256, 64)  # Hidden units of the network that embeds numbers.
     top_layers: tuple[Count, ...] = (512, 256)  # Hidden units of the network that predicts.
 
 

@@ -92,31 +92,31 @@ class RunConfig(Options):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     epochs: Count  # Passes over the training data.
-    steps: Count | None = None  # Length in steps. None trains for the epochs.
-    eval_every: Count | None = None  # Steps between two evaluations. None evaluates after every epoch.
-    final_weights: Literal["last", "best", "average"] = "last"  # Weights to test: last, best, or mean of last epochs.
-    average_epochs: Count = 1  # Epochs whose weights are averaged, with final_weights=average.
+    steps: Count | None = None  # Length in steps. None trains for --epochs.
+    eval_every: Count | None = None  # Steps between evaluations. None evaluates after every epoch.
+    final_weights: Literal["last", "best", "average"] = "last"  # Weights to test: last, best, or mean of several.
+    average_epochs: Count = 1  # Number of final epochs to average, with final_weights=average.
 
 
 class Session(Options):
-    """Where and how runs are computed. Nothing here changes what is computed, except the precision."""
+    """Where and how runs are computed. Except for the precision, nothing here changes what is computed."""
 
     data_dir: Path = Path("data")  # Folder with the data, in its owner's format.
     output: Path = Path("runs")  # Folder for runs: one JSON file and one folder per run.
-    device: str | None = None  # Device to train on. None takes a GPU if there is one.
+    device: str | None = None  # Device to train on. None uses a GPU if there is one.
     precision: Literal["float32", "tf32", "bfloat16"] = "tf32"  # Precision of matrix products. bfloat16 is autocast.
     compile: bool | None = None  # Compile derivatives and, on a GPU, capture them. None compiles on a GPU.
-    exclusive: bool = False  # Nothing else uses the device, so the recorded times count.
+    exclusive: bool = False  # Declare that nothing else uses the device, so that reports show the times.
     resume: bool = False  # Resume interrupted runs, and skip finished ones.
-    overwrite: bool = False  # Start over where a run of this name exists.
-    checkpoint_minutes: Positive = 10.0  # Minutes between two checkpoints. Every evaluation writes one, too.
+    overwrite: bool = False  # Start over if a run of this name exists.
+    checkpoint_minutes: Positive = 10.0  # Minutes between checkpoints. Every evaluation also writes one.
     stop_after_epochs: Count | None = None  # Stop after this many more epochs, to resume later.
     stop_after_steps: Count | None = None  # Stop after this many more steps, to resume later.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume and self.overwrite:
-            raise ConfigError("--resume and --overwrite exclude each other. Pass one of them.")
+            raise ConfigError("--resume and --overwrite cannot be combined. Pass one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)

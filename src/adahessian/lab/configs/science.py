@@ -19,7 +19,7 @@ class PINNConfig(WithValidation):
     dimensions: Literal[1, 2] = 1  # Dimensions of the domain.
     width: Count = 32  # Hidden units per layer.
     depth: Count = 2  # Hidden layers.
-    points: Count = 256  # Collocation points inside of the domain. Every step takes all of them.
+    points: Count = 256  # Collocation points inside the domain. Every step uses all of them.
 
 
 def _configs(task: PINNConfig) -> Configs:

@@ -15,19 +15,19 @@ class TranslationConfig(WithValidation):
     validation_metric: ClassVar[Metric] = VALID_LOSS
 
     batch_size: Count = 4096  # Tokens per batch, over all processes.
-    corpus: Literal["iwslt14", "wmt14", "multi30k"] = "iwslt14"  # Text to learn from.
+    corpus: Literal["iwslt14", "wmt14", "multi30k"] = "iwslt14"  # Training text.
     layers: Count = 6  # Layers of the encoder, and of the decoder.
     width: Count = 512  # Size of an embedding.
     feed_forward: Count = 1024  # Hidden units of a feed-forward network.
     heads: Count = 4  # Attention heads per layer.
     vocabulary: Count = 10_000  # Subwords of both languages together.
-    max_sentence: Count = 175  # Most tokens of a training sentence. Longer pairs are left out.
+    max_sentence: Count = 175  # Maximum tokens of a training sentence. Longer pairs are left out.
     dropout: BelowOne = 0.3  # Dropout of activations.
     attention_dropout: BelowOne = 0.1  # Dropout of attention weights.
     activation_dropout: BelowOne = 0.1  # Dropout of the feed-forward networks' hidden units.
     label_smoothing: BelowOne = 0.1  # Share of the target's probability that is spread over all tokens.
     beam_size: Count = 5  # Hypotheses of the beam search.
-    length_penalty: float = 1.0  # Power of the length that the beam search divides a score by.
+    length_penalty: float = 1.0  # The beam search divides a score by the length to this power.
 
 
 def _configs(
@@ -49,31 +49,31 @@ def _configs(
 _NOTES = """
     The learning rates of SGD, Adam, Adagrad and RMSprop are ours and were not searched. They have no weight decay.
     """
-_IWSLT14 = "train, valid, test, each .de and .en: lower-case words, split by Moses. There or in the sub-folder iwslt14."
+_IWSLT14 = "train, valid, test (.de and .en): lower-case words, split by Moses. In --data-dir or its subfolder iwslt14."
 _WMT14 = (
-    "train, valid, test (or newstest2013, newstest2014), each .en and .de: words, split by Moses. There or in wmt14."
+    "train, valid, test (or newstest2013, newstest2014), .en and .de: words, split by Moses. In --data-dir or wmt14."
 )
-_MULTI30K = "Raw captions: train, val, test_2016_flickr, each .de and .en. There or in the sub-folder multi30k."
+_MULTI30K = "Raw captions: train, val, test_2016_flickr, each .de and .en. In --data-dir or its subfolder multi30k."
 
 
 @preset("iwslt14-de-en", "Transformer on IWSLT14, German to English", _IWSLT14, _NOTES)
 def iwslt14_de_en() -> Configs:
-    """AdaHessian's eps of 2.8e-8 on the mean loss per token is 1e-4 on the authors' sum over some 3,600 tokens.
+    """AdaHessian's eps of 2.8e-8 for the mean loss per token equals 1e-4 for the authors' sum over some 3,600 tokens.
 
     Dropout follows the authors' scripts. The paper's appendix says 0.
 
-    bleu is on words and ignores case, as the paper's multi-bleu script does. bleu_detokenized is on plain text.
+    bleu compares words and ignores case, like the paper's multi-bleu script. bleu_detokenized compares plain text.
     """
     return _configs(TranslationConfig(), epochs=55, average_epochs=5, warmup=8000)
 
 
 @preset("wmt14-en-de", "Transformer on WMT14, English to German", _WMT14, _NOTES)
 def wmt14_en_de() -> Configs:
-    """AdaHessian's learning rate, block size and betas are the paper's, and so is the dropout of 0.
+    """AdaHessian's learning rate, block size and betas are from the paper, and so is the dropout of 0.
 
     AdaHessian's eps, the warm-up, the weight decays and AdamW's learning rate are ours.
 
-    bleu is on words with case, as the paper's multi-bleu script does. bleu_detokenized is on plain text.
+    bleu compares words with case, like the paper's multi-bleu script. bleu_detokenized compares plain text.
     """
     task = TranslationConfig(
         corpus="wmt14",

@@ -56,7 +56,7 @@ def read_log(path: Path) -> tuple[Rows, Rows]:
 
 
 def _digest(path: Path) -> str:
-    """Return what tells logs apart: a hash of the size, the first and the last megabyte."""
+    """Return a fingerprint of a log: a hash of the size and of the first and the last megabyte."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(1 << 20)
@@ -68,7 +68,7 @@ def _convert(path: Path, target: BinaryIO) -> None:
     with path.open("rb") as file:
         count = sum(1 for _ in file)
     if count < DAYS:
-        raise DataError(f"{path} has {count} rows. Take the whole log, which has at least {DAYS}.")
+        raise DataError(f"{path} has {count} rows, fewer than {DAYS}. Use the whole log.")
     header = {"descr": "<u4", "fortran_order": False, "shape": (count, _COLUMNS)}
     np.lib.format.write_array_header_1_0(target, header)
     done = 0

@@ -13,7 +13,7 @@ def find_file(data_dir: Path, folder: str, name: str) -> Path:
     for path in (data_dir / folder / name, data_dir / name):
         if path.is_file():
             return path
-    raise DataError(f"{data_dir} has neither {folder}/{name} nor {name}. Put it there, or pass another --data-dir.")
+    raise DataError(f"{data_dir} has neither {folder}/{name} nor {name}. Put one there, or pass another --data-dir.")
 
 
 def read_lines(path: Path) -> Iterator[str]:

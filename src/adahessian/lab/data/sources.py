@@ -71,10 +71,10 @@ def download(published: Download, data_dir: Path) -> bool:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(folder, member), target)
         except RequestException as error:
-            advice = f"Run this again, or download it elsewhere and put {targets[0]} in place"
+            advice = f"Try again, or download it elsewhere and put {targets[0]} in place"
             raise DataError(f"{url} cannot be downloaded ({error}). {advice}.") from error
         except (FileNotFoundError, ValueError, tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise DataError(f"{url} is not the published file ({error}). Run this again later.") from error
+            raise DataError(f"{url} is not the published file ({error}). Try again later.") from error
     return True
 
 
@@ -138,7 +138,7 @@ into subwords.""",
     "multi30k": """Download train, val and test_2016_flickr, each .de and .en, from the folder data/task1/raw of
 https://github.com/multi30k/dataset. Decompress them with gunzip into the folder multi30k.""",
     "gpt": """Put train*.txt, valid*.txt and test*.txt of any text into the folder novels, such as novels from
-https://www.gutenberg.org. Split the text by book.""",
+https://www.gutenberg.org. Keep each book in one part.""",
     "glue-mrpc": f"""The owner of MRPC distributes it from a page that https://gluebenchmark.com/tasks links to. Split
 it as GLUE describes, and put train.tsv and dev.tsv into the folder glue/MRPC.
 {_SQUEEZEBERT}""",

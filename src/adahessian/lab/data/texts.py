@@ -83,13 +83,13 @@ def _numbered(path: Path, numbers: dict[str, int]) -> Tensor:
 
 
 def read_bytes(data_dir: Path) -> Text:
-    """Read a text as bytes: ``train*.txt``, ``valid*.txt`` and ``test*.txt``, or all text files in folders so named."""
+    """Read a text as bytes: ``train*.txt``, ``valid*.txt`` and ``test*.txt``, or all text files in such folders."""
     contents = (_content(data_dir, part) for part in Text._fields)
     return Text(*(torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents))
 
 
 def read_subwords(data_dir: Path, vocabulary: int) -> Text:
-    """Read such a text as byte-level subwords, which are learned from the training part."""
+    """Read the same files as byte-level subwords, which are learned from the training part."""
     # Words and bytes need no package.
     from adahessian.lab.data.subwords import encode, learn_bpe
 

@@ -25,9 +25,9 @@ def load_tokenizer(folder: Path, max_length: int) -> Any:
         raise DataError(f"{folder} has a damaged vocabulary ({error}). Fetch the checkpoint again.") from error
     if len(tokenizer) > config.vocab_size:
         problem = f"{folder} has {len(tokenizer)} tokens in its vocabulary and {config.vocab_size} in config.json"
-        raise DataError(f"{problem}. Take both from one checkpoint.")
+        raise DataError(f"{problem}. Use both from the same checkpoint.")
     if max_length > (longest := config.max_position_embeddings):
-        raise DataError(f"{folder} reads at most {longest} tokens. Pass --max-length {longest} or less.")
+        raise DataError(f"{folder} has a model of at most {longest} tokens. Pass --max-length {longest} or less.")
     return tokenizer
 
 
@@ -52,13 +52,13 @@ def load_classifier(folder: Path, outputs: int, dropout: float) -> nn.Module:
             variant="fp16" if any(folder.glob("*.fp16.*")) else None,
         )
     except Exception as error:  # safetensors and pickle raise their own
-        raise DataError(f"{folder} has no weights that can be read ({error}). Fetch them again.") from error
+        raise DataError(f"{folder} has no readable weights ({error}). Fetch them again.") from error
     wrong_shape = [entry[0] for entry in report["mismatched_keys"]]
     suspects = [*report["missing_keys"], *report["unexpected_keys"], *wrong_shape]
     names = {name.removeprefix(f"{model.base_model_prefix}.") for name in suspects}
     if misfits := sorted(name for name in names if name.startswith(("embeddings.", "encoder."))):
         problem = f"{folder} has weights that do not fit its config.json: {', '.join(misfits[:5])}"
-        raise DataError(f"{problem}. Take both from one checkpoint.")
+        raise DataError(f"{problem}. Use both from the same checkpoint.")
     for layer in model.classifier.modules():
         if isinstance(layer, nn.Linear):
             nn.init.normal_(layer.weight, std=config.initializer_range)
@@ -72,5 +72,5 @@ def _load_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        problem = f"{folder} has no config.json of a model that transformers knows ({error})"
+        problem = f"{folder} has no config.json that transformers recognizes ({error})"
         raise DataError(f"{problem}. Add the files of the checkpoint.") from error

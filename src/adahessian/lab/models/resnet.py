@@ -60,8 +60,8 @@ class _Stages(nn.Module):
 class ResNet(_Stages):
     """ResNet for CIFAR-10, with three stages of 16, 32 and 64 channels. Shortcuts pad with zeros.
 
-    The last layer starts with torch's default, as in the experiments of AdaHessian's authors. A larger one makes some
-    classes all but certain. Their curvature is close to 0, and the first step of AdaHessian divides by it.
+    The last layer uses torch's default initialization, as in the experiments of AdaHessian's authors. With larger
+    weights, some classes are almost certain. Their curvature is close to 0, and AdaHessian's first step divides by it.
     """
 
     def __init__(self, depth: int = 20, classes: int = 10) -> None:

@@ -103,7 +103,7 @@ class Transformer(nn.Module):
     def __init__(self, vocabulary: int, config: TranslationConfig) -> None:
         super().__init__()
         if config.width % (least := 2 * config.heads):
-            raise ConfigError(f"--width {config.width} is invalid. Pass a multiple of {least}, twice --heads.")
+            raise ConfigError(f"--width {config.width} is invalid. Pass a multiple of {least} (twice --heads).")
         self.tokens = nn.Embedding(vocabulary, config.width)
         self.encoder = nn.ModuleList(EncoderLayer(config) for _ in range(config.layers))
         self.encoder_norm = nn.LayerNorm(config.width)
@@ -200,7 +200,7 @@ def beam_search(decoder: Decoding, limits: Tensor, *, beam_size: int, length_pen
         words = torch.arange(logs.shape[1], device=device) != END
         logs = logs.masked_fill(at_limit.unsqueeze(1) & words, -torch.inf)
 
-        # A row has one way to end, so half of the candidates at most are ends.
+        # A row can end in only one way, so at most half of the candidates are ends.
         candidates = (scores.unsqueeze(2) + logs.unflatten(0, (sources, beam_size))).flatten(1)
         scores, picked = candidates.topk(min(2 * beam_size, candidates.shape[1]), dim=1)
         rows, tokens = first_rows + picked // logs.shape[1], picked % logs.shape[1]

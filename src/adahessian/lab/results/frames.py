@@ -25,7 +25,7 @@ ORDER = ("sgd", "adam", "adamw", *(name for name in reversed(OPTIMIZERS) if name
 
 
 def runs(paths: Sequence[Path], warn: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
-    """Read runs: one row per run, and only the latest of runs that differ in nothing but their dates.
+    """Read runs, one row per run. If runs differ only in their dates, keep the latest.
 
     Runs that diverged have no value, and runs that shared their device no ``step_ms``. ``family`` is the label without
     the length of training, ``recipe`` the label without the learning rate. ``is_trial`` marks runs that held out data.

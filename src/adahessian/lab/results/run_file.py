@@ -15,7 +15,7 @@ SCHEMA = 2
 
 
 class RunFiles:
-    """The files of one run: a JSON file when it is finished, and a folder with everything else."""
+    """The files of one run: a JSON file once the run is finished, and a folder for everything else."""
 
     def __init__(self, *, output: Path, task: str, label: str, seed: int) -> None:
         self.folder = output / task / f"{label.replace(' ', '_')}_seed-{seed}"

@@ -18,7 +18,7 @@ from adahessian.lab.models.word_transformer import WordTransformer
 from adahessian.lab.tasks.task import Env, Task, Tensors
 from adahessian.lab.training.random_streams import random_stream
 
-# Most tokens in an evaluation of a GPT.
+# Maximum number of tokens in an evaluation of a GPT.
 _EVALUATED_TOKENS = 100_000
 
 

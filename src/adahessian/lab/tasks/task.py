@@ -1,4 +1,4 @@
-"""What the trainer asks of a task, and what tasks with separate examples have in common."""
+"""The interface between the trainer and a task, and the common part of tasks with separate examples."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Task(ABC, Generic[Batch]):
 def load_task(config: RunConfig, env: Env) -> Task[Any]:
     """Read the data of a run and return its task. Only the module of its family is imported.
 
-    The task of ``configs.digits.DigitsConfig`` is ``tasks.digits.DigitsTask``. A config from outside of the laboratory
-    has its task in its own module.
+    The task of ``configs.digits.DigitsConfig`` is ``tasks.digits.DigitsTask``. A config from outside the laboratory has
+    its task in its own module.
     """
     config_class = type(config.task)
     module = import_module(config_class.__module__.replace("adahessian.lab.configs", "adahessian.lab.tasks"))

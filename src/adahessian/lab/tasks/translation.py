@@ -19,7 +19,7 @@ from adahessian.lab.errors import ConfigError
 from adahessian.lab.models.transformer import Decoding, Transformer, beam_search
 from adahessian.lab.tasks.task import Env, Task, to_device
 
-# Most tokens of a batch in evaluation, which bounds memory.
+# Maximum number of tokens per batch in evaluation, which bounds memory.
 _EVALUATED_TOKENS = 4096
 
 

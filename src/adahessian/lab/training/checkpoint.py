@@ -1,4 +1,4 @@
-"""What a run keeps: checkpoints, to continue as if it had never stopped, and the weights to test."""
+"""Checkpoints, from which a run continues as if it had never stopped, and the weights to test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str,
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder. The lock ends with the process, however it ends."""
+    """Lock a run's folder against other processes. The lock ends with the process, however it ends."""
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
@@ -69,12 +69,12 @@ def identity(run: Run | RunResult, precision: str, processes: int) -> dict[str, 
 
 
 def changed(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the names of the values that differ. Options that only one of both has are ignored."""
+    """Return the names of the values that differ. Options that only one of the two has are ignored."""
     return ", ".join(name for name, value in identity.items() if name in other and other[name] != value)
 
 
 class FinalWeights(AveragedModel):
-    """The mean over the ends of the last epochs, or the weights of the best evaluation."""
+    """The mean of the weights after each of the last epochs, or the weights of the best evaluation."""
 
     best: Tensor
 

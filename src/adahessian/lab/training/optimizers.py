@@ -1,4 +1,4 @@
-"""Optimizers, from their configs. Muon trains all parameters of a model, where torch's trains matrices only."""
+"""Optimizers, from their configs. Muon trains all parameters of a model, whereas PyTorch's trains only matrices."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _muon_groups(model: nn.Module, config: configs.Muon) -> list[dict[str, Any]]
 
 
 def _embeddings_and_output(model: nn.Module) -> set[Tensor]:
-    """Return the parameters of embeddings and of the output layer, which Muon is not made for.
+    """Return the parameters of embeddings and of the output layer, which Muon is not designed for.
 
     The output layer is an adaptive softmax or the last linear layer, unless that is a part of a repeated layer.
     """
@@ -98,7 +98,7 @@ def _embeddings_and_output(model: nn.Module) -> set[Tensor]:
 
 
 def set_precision(precision: str) -> None:
-    """Let a GPU round the operands of float32 products to tf32, or not."""
+    """Set whether a GPU rounds the operands of float32 products to tf32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "float32"
 
 

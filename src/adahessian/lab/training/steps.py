@@ -88,7 +88,7 @@ def _take_with_graph_when_due(
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
     optimizer.step()
-    optimizer.zero_grad()  # the graph refers to the parameters and they to it
+    optimizer.zero_grad()  # the graph and the parameters refer to each other
     return loss.detach()
 
 

@@ -27,9 +27,9 @@ from adahessian.lab.training.provenance import provenance
 from adahessian.lab.training.schedules import Schedule
 from adahessian.lab.training.steps import make_step
 
-# Reading a loss waits for the device, so it is done only after so many seconds.
+# Seconds between reads of the loss, because each read waits for the device.
 _READ_LOSS_EVERY = 1.0
-# To agree on stopping, ranks wait for each other, so they do it only after so many steps.
+# Steps between agreements on stopping, because ranks wait for each other to agree.
 _AGREE_EVERY = 20
 
 
@@ -103,7 +103,7 @@ class Trainer:
 
         self.state = _State(exclusive=session.exclusive)
         self.loss_sum = torch.zeros((), device=device)
-        # Everything is loaded. A run that cannot start has deleted nothing.
+        # Everything is loaded by now, so a run that cannot start deletes nothing.
         if session.overwrite and rank() == 0:
             self.files.result.unlink(missing_ok=True)
             self.files.checkpoint.unlink(missing_ok=True)
@@ -141,7 +141,7 @@ class Trainer:
                     raise StoppedError(message, planned=state.step == self.stop_at)
             if not self.is_over and state.step % self.steps_per_epoch:
                 count = self.steps_per_epoch
-                raise ConfigError(f"steps_per_epoch is {count}, but batches() yields another number. Correct the task.")
+                raise ConfigError(f"steps_per_epoch is {count}, but batches() yields a different number. Correct it.")
         return self._finish()
 
     @property
@@ -249,7 +249,7 @@ class Trainer:
         path = self.files.checkpoint
         saved = checkpoint.load_checkpoint(path, self.device)
         if names := checkpoint.changed(saved["identity"], self.identity):
-            raise CheckpointError(f"{path} belongs to a run with other values of {names}. Choose another --name.")
+            raise CheckpointError(f"{path} belongs to a run with different values of {names}. Choose another --name.")
         for name, each in self.stateful.items():
             each.load_state_dict(saved[name])
         own = saved["ranks"][rank()]
@@ -268,7 +268,7 @@ class Trainer:
 
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
-        """Leave the time inside out of the time of training."""
+        """Exclude the time inside the context from the training time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.state.seconds += time.perf_counter() - self.clock
