@@ -1,7 +1,5 @@
 """Errors that the command line reports in one sentence, without a traceback."""
 
-from __future__ import annotations
-
 
 class LabError(Exception):
     """An error whose message tells a user what was wrong and what to do."""

@@ -1,7 +1,5 @@
 """What is benchmarked: networks, each with one batch of random data, and optimizers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """`adahessian bench`: what a training step costs, relative to a baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from fnmatch import filter as matching
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """`adahessian demo`: digits and a differential equation with several optimizers, and figures 1 and 3 of the paper."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

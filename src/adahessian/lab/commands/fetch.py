@@ -1,7 +1,5 @@
 """`adahessian fetch`: the data of a task, from its owner."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

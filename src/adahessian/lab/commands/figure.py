@@ -1,7 +1,5 @@
 """`adahessian figure`: one figure of the paper, or of runs, as a file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

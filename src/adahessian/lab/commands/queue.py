@@ -1,7 +1,5 @@
 """`adahessian queue`: many runs in the order of a file, several at once, within a time limit."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`adahessian report`: tables and figures of runs, and RESULTS.md."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`adahessian sweep`: tune optimizers with the same number of trials each, or vary one option."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`adahessian tasks`: what can be trained, and with which settings."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Sequence
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Valid values of options, as types. Messages name the option as it is typed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

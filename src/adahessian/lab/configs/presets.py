@@ -1,7 +1,5 @@
 """Presets: the settings of an experiment for each optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches

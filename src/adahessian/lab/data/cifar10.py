@@ -1,7 +1,5 @@
 """CIFAR-10 in the binary version that its owners publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Criteo's click logs (the Kaggle challenge), through a binary cache that is mapped into memory."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, TypeAlias

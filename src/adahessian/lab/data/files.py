@@ -1,7 +1,5 @@
 """Finding and reading files of data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

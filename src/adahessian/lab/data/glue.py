@@ -1,7 +1,5 @@
 """The datasets of GLUE, in the tsv files that their owners publish."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts in two languages, sentence by sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Where the data of each task comes from: its owner's files with their checksums, and what to do by hand."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Byte-level subwords (BPE), learned from the training text."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Texts as rows of token numbers: words of Penn Treebank and WikiText, and bytes or subwords of any text."""
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections import Counter

@@ -1,7 +1,5 @@
 """Pre-trained BERT and SqueezeBERT with a new head, and their tokenizers, from local folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Language models over tokens: a GPT, and an LSTM to benchmark."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn

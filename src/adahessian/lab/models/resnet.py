@@ -1,7 +1,5 @@
 """ResNets of He et al. (2016): ResNet20 and its kin for images of 32 x 32, and ResNet18 for ImageNet."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch.nn.functional as F  # noqa: N812

@@ -1,7 +1,5 @@
 """A pre-norm Transformer for translation, with one matrix for all embeddings, and its beam search."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -1,7 +1,5 @@
 """The tensorized transformer (Ma et al., 2019), a causal language model over words."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

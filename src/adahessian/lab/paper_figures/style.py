@@ -1,7 +1,5 @@
 """The style of all figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import matplotlib

@@ -1,7 +1,5 @@
 """Figure 2 of the paper: the loss around trained weights, along the two eigenvectors of largest eigenvalue."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

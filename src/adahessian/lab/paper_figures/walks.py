@@ -1,7 +1,5 @@
 """Figures 1 and 3 of the paper: steps of optimizers on functions of one and two variables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

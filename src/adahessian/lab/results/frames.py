@@ -1,7 +1,5 @@
 """Files as tables: one row per run, per evaluation, or per row of a benchmark."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run files: one JSON file per finished run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tables of runs as text, for the terminal, the page and RESULTS.md."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

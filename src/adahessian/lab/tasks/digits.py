@@ -1,7 +1,5 @@
 """Handwritten digits that scikit-learn contains, so that nothing has to be downloaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

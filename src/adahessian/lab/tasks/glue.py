@@ -1,7 +1,5 @@
 """Fine-tuning of a pre-trained SqueezeBERT, or another BERT, on GLUE."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Image classification: ResNets on CIFAR-10, ImageNet or any folder of images."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Language modelling: the paper's Transformers on Penn Treebank and WikiText, and GPTs on text files."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Prediction of clicks with DLRM, on Criteo's logs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

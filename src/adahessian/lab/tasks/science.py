@@ -1,7 +1,5 @@
 """Physics-informed networks (PINNs): Poisson's equation with a known solution, in one and two dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

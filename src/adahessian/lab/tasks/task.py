@@ -1,7 +1,5 @@
 """The interface between the trainer and a task, and the common part of tasks with separate examples."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass

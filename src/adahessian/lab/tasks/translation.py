@@ -1,7 +1,5 @@
 """Translation: Transformers on IWSLT14 and WMT14, as in the paper, and on Multi30k."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Files that are either written completely or left as they were."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

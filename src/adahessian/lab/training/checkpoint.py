@@ -1,7 +1,5 @@
 """Checkpoints, from which a run continues as if it had never stopped, and the weights to test."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Optimizers, from their configs. Muon trains all parameters of a model, whereas PyTorch's trains only matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a result comes from: command, commit, date, hardware and versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Random streams that depend on a key alone, so that a resumed run draws the same numbers."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,7 +1,5 @@
 """The learning rate of every step."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One training step per batch, for every optimizer: eager, or compiled and captured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeAlias
