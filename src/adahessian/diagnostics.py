@@ -20,7 +20,7 @@ Reading = dict[str, Any]  # numbers, or one-element tensors that have not been r
 
 
 def diagnose(optimizer: AdaHessian, model: nn.Module | None = None, *, per_parameter: bool = False) -> dict[str, float]:
-    r"""Summarize the optimizer's state in about ten numbers, ready for ``wandb.log``.
+    r"""Summarize the optimizer's state in a dict of numbers, ready for ``wandb.log``.
 
     - ``steps``, ``measurements``, ``staleness`` (steps taken with the newest measurement) and
       ``dropped_measurements`` (per parameter, because of inf or NaN), with a warning if their number has grown.

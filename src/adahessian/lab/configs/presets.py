@@ -12,7 +12,7 @@ from adahessian.lab.errors import ConfigError
 
 Configs = Mapping[str, RunConfig]
 Make = Callable[[], Configs]
-NO_DATA = "Nothing."
+NO_DATA = "nothing to download."
 
 
 @dataclass(frozen=True, kw_only=True)
