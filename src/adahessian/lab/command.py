@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The reader has closed the pipe. Python must not fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        where, why = error.filename or "A file", error.strerror or error
+        sys.exit(f"adahessian: {where} cannot be read or written: {why}. Pass another path, or free some space.")
     except KeyboardInterrupt:
         print("adahessian: Interrupted.", file=sys.stderr)
         sys.exit(130)

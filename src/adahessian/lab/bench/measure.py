@@ -64,7 +64,7 @@ def measure(jobs: Sequence[Job], *, clock: Clock, at_once: int = 1) -> Iterator[
                     processes.append(_Process(job))
                     stack.callback(processes[-1].end)
                 slowest = max(process.row().get("ready_s", 0.0) for process in processes)
-                logger.info("%d of %d jobs were prepared in %.0f s.", len(processes), len(jobs), slowest)
+                logger.info("%d of %d jobs were prepared in %.0f s.", start + len(processes), len(jobs), slowest)
                 for kind, group in groupby(processes, key=lambda process: process.job[:2]):
                     members = [*group]
                     yield from _rows(members, baselines.setdefault(kind, members[0]), clock)

@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
 def _rows(bench: Bench, device: torch.device) -> Iterator[Row]:
     if bench.output.exists():
         raise RunExistsError(f"{bench.output} already exists. Pass another --output, or delete the file.")
+    bench.output.parent.mkdir(parents=True, exist_ok=True)
     modes = bench.modes or ("captured" if device.type == "cuda" else "eager",)
     for name in bench.workloads:
         if name not in WORKLOADS:

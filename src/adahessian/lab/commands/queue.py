@@ -1,5 +1,6 @@
 """`adahessian queue`: many runs in the order of a file, several at once, within a time limit."""
 
+import json
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from tyro.conf import Positional
 from adahessian.lab.commands.train import parse_runs
 from adahessian.lab.configs.checks import Count, Options, Positive
 from adahessian.lab.configs.run import Run, Session
-from adahessian.lab.errors import ConfigError, LabError, StoppedError
-from adahessian.lab.results.run_file import RunFiles
+from adahessian.lab.errors import ConfigError, LabError, RunFileError, StoppedError
+from adahessian.lab.results.run_file import RunFiles, read_run
 from adahessian.lab.training.interrupts import Interrupts
 
 _say = partial(print, flush=True)
@@ -44,6 +46,14 @@ class _Job:
         self.result = RunFiles(output=output, task=run.task, label=run.label, seed=run.seed).result
         self.log = self.result.with_suffix(".log")
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether its result exists. Damaged results, and those of other settings, are left to `adahessian train`."""
+        try:
+            return bool(read_run(self.result).config == json.loads(json.dumps(asdict(self.run.config))))
+        except (OSError, RunFileError):
+            return False
+
     def start(self, at_once: int) -> None:
         """Start the process. Without OMP_NUM_THREADS, several processes share the cores."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +67,7 @@ class _Job:
     def end(self) -> tuple[str, bool]:
         """Return how the run ended and whether it failed. Delete its log unless it failed."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        if self.process.returncode not in (0, -signal.SIGTERM, 130):  # the last two were asked to stop
+        if self.process.returncode not in (0, -signal.SIGTERM, -signal.SIGINT, 130):  # the others were asked to stop
             return "\n          ".join([f"failed    {self.name}", *lines[-8:], f"Log: {self.log}"]), True
         self.log.unlink()
         return f"stopped   {self.name}" if self.process.returncode else f"finished  {lines[-1]}", False
@@ -67,11 +77,11 @@ def main(argv: Sequence[str]) -> None:
     """Train all runs, or as many as the time limit allows."""
     queue = tyro.cli(Queue, args=argv, prog="adahessian queue")
     jobs = _read(queue)
-    waiting = [job for job in jobs if not job.result.exists()]
+    waiting = [job for job in jobs if not job.is_finished]
     _say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished.")
     with Interrupts() as interrupts:
         failed = _work(queue, waiting, interrupts)
-    if left := sum(not job.result.exists() for job in jobs) - failed:
+    if left := sum(not job.is_finished for job in jobs) - failed:
         _say(f"{left} runs are left. Run the same command to continue.")
     if interrupts.requested:
         raise StoppedError("The queue was interrupted.", planned=False)

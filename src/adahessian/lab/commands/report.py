@@ -38,9 +38,12 @@ class Report:
 def main(argv: Sequence[str]) -> None:
     """Read runs and show them."""
     options = tyro.cli(Report, args=argv, prog="adahessian report")
-    if missing := [path for path in options.paths if not path.exists()]:
-        raise RunFileError(f"{missing[0]} does not exist. Pass the --output of `adahessian train`.")
-    runs, bench = frames.runs(options.paths, warn=partial(print, file=sys.stderr)), frames.bench(options.paths)
+    paths = [path for path in options.paths if path.exists()]
+    if len(paths) < len(options.paths) and not options.missing:
+        raise RunFileError(
+            f"{min({*options.paths} - {*paths})} does not exist. Pass the --output of `adahessian train`."
+        )
+    runs, bench = frames.runs(paths, warn=partial(print, file=sys.stderr)), frames.bench(paths)
     if options.missing:
         print("\n".join(tables.missing(runs)))
     elif runs.empty:

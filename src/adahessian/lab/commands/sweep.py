@@ -11,7 +11,7 @@ import tyro
 
 from adahessian.lab.commands.train import execute, parse_runs, train_line
 from adahessian.lab.configs import find_preset
-from adahessian.lab.configs.checks import Count, Options, Positive
+from adahessian.lab.configs.checks import Count, Natural, Options, Positive
 from adahessian.lab.configs.run import Metric, Run, RunConfig, Session, label
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.results.run_file import RunFiles, RunResult
@@ -29,7 +29,7 @@ class Sweep(Options):
     """
 
     trials: Count = 5  # Trials per optimizer. The first one uses the given settings.
-    final_seeds: tuple[int, ...] = ()  # Then train the selected settings with these seeds, on all training data.
+    final_seeds: tuple[Natural, ...] = ()  # Then train the selected settings with these seeds, on all training data.
     final_budgets: tuple[Positive, ...] = (1.0,)  # Lengths of the final runs, as multiples of the trials' length.
     lr_factors: tuple[Positive, ...] = ()  # Instead of trials: multiples of the learning rate, such as 0.5 1 2.
     vary: tuple[str, ...] = ()  # Instead of trials: an option and its values, such as block-size 64 256.
@@ -40,6 +40,8 @@ class Sweep(Options):
             raise ConfigError(f"--vary {self.vary[0]} has no values. Pass an option and its values.")
         if bool(self.vary) + bool(self.lr_factors) + bool(self.final_seeds) > 1:
             raise ConfigError("--vary, --lr-factors and --final-seeds cannot be combined. Pass one of them.")
+        if self.final_budgets != (1.0,) and not self.final_seeds:
+            raise ConfigError("--final-budgets has no effect without --final-seeds. Pass both.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -74,14 +76,15 @@ def _with(run: Run, config: RunConfig) -> Run:
 
 
 def _scaled(config: RunConfig, budget: float) -> RunConfig:
-    """Return a config of another length. Epochs and steps are rounded."""
+    """Return a config of another length, with its schedule. Epochs and steps are rounded."""
 
-    def scale(length: int) -> int:
-        return max(1, round(length * budget))
+    def scale(length: int | None) -> Any:
+        return length and max(1, round(length * budget))
 
-    schedule = replace(config.schedule, decay_epochs=tuple(map(scale, config.schedule.decay_epochs)))
-    steps = config.steps and scale(config.steps)
-    return replace(config, epochs=scale(config.epochs), steps=steps, schedule=schedule)
+    schedule, warmup = config.schedule, scale(config.schedule.lr_warmup_steps)
+    schedule = replace(schedule, decay_epochs=tuple(map(scale, schedule.decay_epochs)), lr_warmup_steps=warmup)
+    lengths = {name: scale(getattr(config, name)) for name in ("epochs", "steps", "eval_every")}
+    return replace(config, **lengths, schedule=schedule)
 
 
 def _trials(runs: Sequence[Run], count: int) -> Iterator[list[Run]]:

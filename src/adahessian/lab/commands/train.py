@@ -85,6 +85,7 @@ def execute(
     from adahessian.lab.training.distributed import process_group, rank
     from adahessian.lab.training.interrupts import Interrupts
     from adahessian.lab.training.progress import Progress, shown
+    from adahessian.lab.training.steps import fallbacks
     from adahessian.lab.training.trainer import Trainer
 
     is_writer = rank() == 0
@@ -101,6 +102,7 @@ def execute(
             Progress(run, files, console) as progress,
             Interrupts(progress.stopping) as interrupts,
             process_group(device) as rank_device,
+            fallbacks() as found,
         ):
             trainer = Trainer(
                 run,
@@ -108,6 +110,7 @@ def execute(
                 device=rank_device,
                 progress=progress,
                 stop_requested=lambda: interrupts.requested,
+                fallbacks=found,
                 selection=selection,
             )
             result = trainer.train()

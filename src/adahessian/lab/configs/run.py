@@ -97,6 +97,11 @@ class RunConfig(Options):
     final_weights: Literal["last", "best", "average"] = "last"  # Weights to test: last, best, or mean of several.
     average_epochs: Count = 1  # Number of final epochs to average, with final_weights=average.
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.final_weights == "best" and getattr(self.task, "default_holdout", False) and not self.task.holdout:
+            raise ConfigError("--final-weights best would choose them on the test set. Pass --holdout, too.")
+
 
 class Session(Options):
     """Where and how runs are computed. Except for the precision, nothing here changes what is computed."""

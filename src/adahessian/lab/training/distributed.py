@@ -1,5 +1,6 @@
 """One process, or several started by torchrun."""
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,10 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-    finally:
-        distributed.destroy_process_group()
+    if not distributed.is_initialized():  # the runs of a process share a group, because joining again would hang
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(distributed.destroy_process_group)
+    yield device
 
 
 def world_size() -> int:

@@ -1,6 +1,9 @@
 """One training step per batch, for every optimizer: eager, or compiled and captured."""
 
-from collections.abc import Callable
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, Optimizer
 
 import adahessian
+from adahessian.base.log import info_once, logger, warn_once
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.training.optimizers import has_sparse_embeddings
@@ -18,6 +22,26 @@ from adahessian.lab.training.optimizers import has_sparse_embeddings
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Take: TypeAlias = Callable[[Any], Tensor]  # takes one step for a batch and returns its loss, on the device
 Mode: TypeAlias = Literal["captured", "compiled", "mixed", "eager"]  # mixed: parts of the step are eager
+
+
+@contextmanager
+def fallbacks() -> Iterator[list[str]]:
+    """Collect the library's messages about steps that are not compiled or not captured, although they should be."""
+    found: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if re.search("not (compiled|captured)|neither compiled nor captured", record.getMessage()):
+                found.append(record.getMessage())
+
+    handler = Collector()
+    warn_once.cache_clear()  # earlier runs of this process may have logged the same
+    info_once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def make_step(

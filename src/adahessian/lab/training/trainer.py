@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from statistics import median
@@ -55,6 +55,7 @@ class Trainer:
     device: torch.device  # of this rank
     progress: Progress
     stop_requested: Callable[[], bool]  # by a signal
+    fallbacks: Sequence[str] = ()  # messages about steps that are not compiled or not captured as they should be
     selection: dict[str, Any] | None = None  # trials and the metric that chose the configuration, if a sweep did
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class Trainer:
         if session.overwrite and rank() == 0:
             self.files.result.unlink(missing_ok=True)
             self.files.checkpoint.unlink(missing_ok=True)
+            self.files.weights.unlink(missing_ok=True)
         elif not session.overwrite and self.files.checkpoint.exists():
             self._resume()
         self.state.provenance.append(provenance(run.seed))
@@ -200,7 +202,7 @@ class Trainer:
 
     def _finish(self) -> RunResult:
         """Test the final weights, and write them and the result."""
-        state, final = self.state, {}
+        state, final, mode = self.state, {}, self.conditions["mode"]
         if not state.diverged:
             if self.kept:
                 self.model.load_state_dict(self.kept.module.state_dict())
@@ -209,7 +211,7 @@ class Trainer:
         result = RunResult(
             **asdict(self.run),
             status="diverged" if state.diverged else "finished",
-            conditions=self.conditions,
+            conditions=self.conditions | ({"mode": "mixed"} if self.fallbacks and mode != "eager" else {}),
             curve={name: [record.get(name, math.nan) for record in state.records] for name in columns},
             final=final,
             cost={
@@ -246,16 +248,19 @@ class Trainer:
     def _resume(self) -> None:
         path = self.files.checkpoint
         saved = checkpoint.load_checkpoint(path, self.device)
-        if names := checkpoint.changed(saved["identity"], self.identity):
+        if names := checkpoint.changed(saved.get("identity", {}), self.identity):
             raise CheckpointError(f"{path} belongs to a run with different values of {names}. Choose another --name.")
-        for name, each in self.stateful.items():
-            each.load_state_dict(saved[name])
-        own = saved["ranks"][rank()]
-        torch.set_rng_state(own["cpu"].cpu())
-        if self.device.type == "cuda" and "cuda" in own:
-            torch.cuda.set_rng_state(own["cuda"].cpu(), self.device)
-        self.loss_sum = own["loss_sum"].to(self.device)
-        self.state = _State(**saved["state"])
+        try:
+            for name, each in self.stateful.items():
+                each.load_state_dict(saved[name])
+            own = saved["ranks"][rank()]
+            torch.set_rng_state(own["cpu"].cpu())
+            if self.device.type == "cuda" and "cuda" in own:
+                torch.cuda.set_rng_state(own["cuda"].cpu(), self.device)
+            self.loss_sum = own["loss_sum"].to(self.device)
+            self.state = _State(**saved["state"])
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}). Start over with --overwrite.") from error
         self.state.exclusive = self.state.exclusive and self.session.exclusive
 
     def _any_rank(self, flag: bool) -> bool:
