@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, Optimizer
 
 import adahessian
-from adahessian.base.log import info_once, logger, warn_once
+from adahessian.base.log import logger, warn_once
 from adahessian.lab.configs import optimizers as configs
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.training.optimizers import has_sparse_embeddings
@@ -36,7 +36,6 @@ def fallbacks() -> Iterator[list[str]]:
 
     handler = Collector()
     warn_once.cache_clear()  # earlier runs of this process may have logged the same
-    info_once.cache_clear()
     logger.addHandler(handler)
     try:
         yield found
