@@ -121,7 +121,6 @@ def _markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: P
         "versus": lambda task, *labels: tables.verdict(*(find(task, each) for each in labels)),
         "costs": partial(tables.benches, bench),
         "tasks_with": lambda figure: [task for task in runs.task.unique() if len(frames.shown_in(figure, of(task)))],
-        "verdicts": partial(tables.verdicts, runs),
         "comparison": partial(tables.comparison, runs),
         "differences": partial(tables.differences, runs),
         "paper": partial(tables.paper_table, runs),

@@ -116,13 +116,6 @@ def differences(runs: pd.DataFrame, choices: Choices, baseline: str = "adamw") -
     return _present(rows)
 
 
-def verdicts(runs: pd.DataFrame, optimizer: str, baseline: str, choices: Choices) -> Iterator[str]:
-    """Yield title and :func:`verdict` for each row of :func:`comparison` that has both optimizers."""
-    for title, _, found in compared(runs, choices):
-        if len(own := found.get(optimizer, runs[:0])) and len(base := found.get(baseline, runs[:0])):
-            yield f"{title}: {verdict(own, base)}"
-
-
 def interval(runs: pd.DataFrame, baseline: pd.DataFrame) -> tuple[str, float, float]:
     """Return the difference of two means with its 95% interval (Welch), and the ends: ``+0.10 [-0.31, +0.51]``."""
     digits, values, others = frames.metric_of(runs).digits, runs.value.dropna(), baseline.value.dropna()
