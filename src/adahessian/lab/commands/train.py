@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
-from rich.console import Console
 
 from adahessian.lab.configs import PRESETS, find_preset
 from adahessian.lab.configs.optimizers import OPTIMIZERS
@@ -24,6 +23,7 @@ from adahessian.lab.results.run_file import RunFiles, RunResult, read_run
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,8 @@ def execute(
 
     ``selection`` holds the trials and the metric that chose the configuration, if a sweep did. Only rank 0 prints.
     """
+    from rich.console import Console
+
     from adahessian.lab.training.distributed import process_group, rank
     from adahessian.lab.training.interrupts import Interrupts
     from adahessian.lab.training.progress import Progress, shown
