@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 
 import adahessian
 from adahessian.lab.errors import LabError, StoppedError
@@ -65,6 +64,8 @@ def _run(words: Sequence[str]) -> None:
         print("\n".join(f"  {command:<8}{text}" for command, text in COMMANDS.items()))
         print("\nadahessian COMMAND --help lists the options of a command.")
     elif name == "--version":
+        from importlib.metadata import version
+
         print(f"adahessian {adahessian.__version__}, torch {version('torch')}")
     elif name in COMMANDS:
         import_module(f"adahessian.lab.commands.{name}").main(words[1:])
