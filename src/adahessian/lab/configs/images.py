@@ -71,7 +71,8 @@ def cifar10_resnet32() -> Configs:
 def imagenet_resnet18() -> Configs:
     """This is the better of the paper's two schedules. Learning rates are those of CIFAR-10, as in the paper.
 
-    AdaHessian's weight decay is from a reply of the authors. The other optimizers use the same value.
+    AdaHessian's weight decay is from a reply of the authors. The other optimizers use the same value. A plateau is one
+    of the test accuracy, as in the paper, or of the validation accuracy with --holdout.
     """
     return _configs(FolderConfig(), 1e-4, 90, _PLATEAU)
 

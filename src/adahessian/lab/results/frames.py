@@ -138,8 +138,9 @@ def heading(task: Any) -> str:
 
 
 def metric_of(runs: pd.DataFrame) -> Metric:
-    """Return the metric of the final weights, for runs of one task."""
-    return task_config(runs.task.iloc[0]).metric
+    """Return the metric of the final weights, for runs of one task: on validation data if all are trials."""
+    config = task_config(runs.task.iloc[0], {"holdout": int(runs.is_trial.all())})
+    return config.validation_metric if runs.is_trial.all() else config.metric
 
 
 def task_config(task: str, stored: Mapping[str, Any] | None = None) -> TaskConfig:
@@ -159,7 +160,8 @@ def hardware(provenance: Any) -> str:
 
 def _row(run: RunResult) -> dict[str, Any]:
     config, conditions, cost = task_config(run.task, run.config["task"]), run.conditions, run.cost
-    metric, watched = config.metric, config.validation_metric
+    watched = config.validation_metric
+    metric = watched if config.holdout else config.metric
     value = run.final.get(metric.name, math.nan)
     is_finished = run.status == "finished" and math.isfinite(value)
     evaluations = run.curve.get(watched.name, []) if is_finished else []

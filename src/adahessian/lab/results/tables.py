@@ -72,7 +72,10 @@ def task_table(runs: pd.DataFrame) -> pd.DataFrame:
     table["seeds"] = summary.n.map(str)
     if summary.diverged.any():
         table["diverged"] = summary.diverged.map(str)
-    for name in dict.fromkeys(name for final in runs.final for name in final if name != metric.name):
+    names_of_final = dict.fromkeys(name for final in runs.final for name in final if name != metric.name)
+    for name in names_of_final:
+        if runs.is_trial.all() and name.startswith("test_"):  # nothing is to be chosen on the test set
+            continue
         other = frames.summarize(runs, name)
         means = other["mean"].where(other.n == summary.n)  # runs of earlier versions may lack it
         table[name.replace("_", " ")] = [number(value, 3 if value < 10 else 2) for value in means]
