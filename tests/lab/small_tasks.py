@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "image-folder-resnet18": {"batch_size": 4, "image_size": 16, "workers": 0},
     "imagenet-resnet18": {"batch_size": 4, "image_size": 32, "workers": 0},
     **dict.fromkeys(["multi30k-de-en", "iwslt14-de-en", "wmt14-en-de"], _TRANSLATION),
-    **dict.fromkeys(["ptb-tensorized", "wikitext103-tensorized"], _WORDS),
+    **dict.fromkeys(["ptb-tensorized", "ptb-transformer", "wikitext103-tensorized"], _WORDS),
     "gpt-chars": _GPT,
     "gpt-novels": {**_GPT, "vocabulary": 300},
     **dict.fromkeys([f"glue-{name}" for name in ("rte", "mrpc", "stsb", "sst2", "qnli", "qqp", "mnli")], _GLUE),

@@ -22,7 +22,7 @@ from adahessian.lab.training.steps import make_step
 
 # One task per family, or per way to read data.
 FAMILIES = ["digits", "digits-mlp", "cifar10-resnet20", "image-folder-resnet18", "imagenet-resnet18", "multi30k-de-en"]
-FAMILIES += ["ptb-tensorized", "gpt-chars", "gpt-novels", "glue-sst2", "glue-stsb", "criteo-dlrm"]
+FAMILIES += ["ptb-tensorized", "ptb-transformer", "gpt-chars", "gpt-novels", "glue-sst2", "glue-stsb", "criteo-dlrm"]
 FAMILIES += ["pinn-poisson-1d", "pinn-poisson-2d"]
 WITH_HOLDOUT = ["digits", "cifar10-resnet20", "image-folder-resnet18", "glue-sst2", "criteo-dlrm"]
 # The same rows in the same order, in every epoch.

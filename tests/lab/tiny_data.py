@@ -173,7 +173,7 @@ WRITERS: dict[str, Callable[[Path], None] | None] = {
     **dict.fromkeys(("cifar10-resnet20", "cifar10-resnet32"), write_cifar10),
     **dict.fromkeys(("image-folder-resnet18", "imagenet-resnet18"), write_image_folder),
     **dict.fromkeys(("multi30k-de-en", "iwslt14-de-en", "wmt14-en-de"), write_multi30k),
-    "ptb-tensorized": write_ptb,
+    **dict.fromkeys(["ptb-tensorized", "ptb-transformer"], write_ptb),
     "wikitext103-tensorized": write_wikitext103,
     **dict.fromkeys(("gpt-chars", "gpt-novels"), write_novels),
     **dict.fromkeys(("glue-sst2", "minilm-sst2"), write_sst2),

@@ -18,9 +18,10 @@ class WordConfig(WithValidation):
 
     batch_size: Count = 60  # Segments per batch, over all processes.
     text: Literal["ptb", "wikitext103"] = "ptb"  # Training text.
+    attention: Literal["tensorized", "ordinary"] = "tensorized"  # Multi-linear attention, or softmax attention.
     layers: Count = 3  # Layers.
     width: Count = 256  # Size of a word's embedding.
-    head_width: Count = 40  # Size of the attention head.
+    head_width: Count = 40  # Size of an attention head. Tensorized attention has one head.
     feed_forward: Count = 2100  # Hidden units of a feed-forward network.
     segment: Count = 32  # Words per segment. Segments do not see each other.
     dropout: BelowOne = 0.3  # Dropout of activations.
@@ -81,6 +82,12 @@ _WIKITEXT = "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens, in --dat
 def ptb_tensorized() -> Configs:
     """Embeddings are tied to the softmax. AdamW's learning rate is that of the tensorized transformer's scripts."""
     return _words(WordConfig())
+
+
+@preset("ptb-transformer", "ordinary Transformer on Penn Treebank", _PTB, _NOTES)
+def ptb_transformer() -> Configs:
+    """Not in the paper: ptb-tensorized with softmax attention of 4 heads."""
+    return _words(WordConfig(attention="ordinary", head_width=64))
 
 
 @preset("wikitext103-tensorized", "tensorized transformer on WikiText-103", _WIKITEXT, _NOTES)

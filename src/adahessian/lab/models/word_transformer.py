@@ -1,4 +1,4 @@
-"""The tensorized transformer (Ma et al., 2019), a causal language model over words."""
+"""A causal language model over words: the tensorized transformer (Ma et al., 2019), or with softmax attention."""
 
 import math
 from typing import cast
@@ -12,6 +12,38 @@ from adahessian.lab.errors import ConfigError
 
 # First words of the rarer clusters of an adaptive softmax.
 _CUTOFFS = (20_000, 40_000, 200_000)
+
+
+def _sinusoids(segment: int, width: int) -> Tensor:
+    """Return those of all distances, per pair of places: nothing is looked up later, so no derivative scatters."""
+    places = torch.arange(segment)
+    distance = (places[:, None] - places).clamp(min=0)[..., None]
+    waves = distance * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
+    return torch.cat((waves.sin(), waves.cos()), -1)[..., :width]
+
+
+class SoftmaxAttention(nn.Module):
+    """Causal softmax attention. Keys of relative positions are added to the keys of the words."""
+
+    def __init__(self, segment: int, width: int, head_width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // head_width)
+        self.qkv = nn.Linear(width, 3 * self.heads * head_width, bias=False)
+        self.positions = nn.Linear(width, self.heads * head_width, bias=False)
+        self.out = nn.Linear(self.heads * head_width, width, bias=False)
+        self.later = nn.Buffer(torch.ones(segment, segment, dtype=torch.bool).triu(1), persistent=False)
+        self.sinusoids = nn.Buffer(_sinusoids(segment, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map activations of shape (N, segment, width) to the same shape."""
+        batch, length, _ = x.shape
+        query, key, value = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        places = self.positions(self.sinusoids).view(length, length, self.heads, -1)
+        scores = query @ key.transpose(-2, -1) + torch.einsum("bhir,ijhr->bhij", query, places)
+        # Minus infinity would make second derivatives NaN.
+        scores = (scores / math.sqrt(query.shape[-1])).masked_fill(self.later, torch.finfo(scores.dtype).min)
+        out: Tensor = self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+        return out
 
 
 class MultiLinearAttention(nn.Module):
@@ -35,11 +67,7 @@ class MultiLinearAttention(nn.Module):
         self.core = nn.Parameter(torch.rand(rank))
         self.out = nn.Linear(segment * segment, width, bias=False)
         self.earlier = nn.Buffer(torch.ones(segment, segment).tril(), persistent=False)
-        # Stored for each pair of places. Nothing is looked up, so no derivative scatters.
-        places = torch.arange(segment)
-        distance = (places[:, None] - places).clamp(min=0)[..., None]
-        waves = distance * torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
-        self.sinusoids = nn.Buffer(torch.cat((waves.sin(), waves.cos()), -1)[..., :width], persistent=False)
+        self.sinusoids = nn.Buffer(_sinusoids(segment, width), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map activations of shape (N, segment, width) to the same shape."""
@@ -59,7 +87,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: WordConfig) -> None:
         super().__init__()
-        self.attention = MultiLinearAttention(config.segment, config.width, config.head_width)
+        attention = SoftmaxAttention if config.attention == "ordinary" else MultiLinearAttention
+        self.attention = attention(config.segment, config.width, config.head_width)
         self.norm1 = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, config.feed_forward)
         self.down = nn.Linear(config.feed_forward, config.width)

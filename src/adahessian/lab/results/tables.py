@@ -72,8 +72,7 @@ def task_table(runs: pd.DataFrame) -> pd.DataFrame:
     table["seeds"] = summary.n.map(str)
     if summary.diverged.any():
         table["diverged"] = summary.diverged.map(str)
-    names_of_final = dict.fromkeys(name for final in runs.final for name in final if name != metric.name)
-    for name in names_of_final:
+    for name in dict.fromkeys(name for final in runs.final for name in final if name != metric.name):
         if runs.is_trial.all() and name.startswith("test_"):  # nothing is to be chosen on the test set
             continue
         other = frames.summarize(runs, name)

@@ -34,9 +34,8 @@ def fallbacks() -> Iterator[list[str]]:
             if re.search("not (compiled|captured)|neither compiled nor captured", record.getMessage()):
                 found.append(record.getMessage())
 
-    handler = Collector()
     warn_once.cache_clear()  # earlier runs of this process may have logged the same
-    logger.addHandler(handler)
+    logger.addHandler(handler := Collector())
     try:
         yield found
     finally:
