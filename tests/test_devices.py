@@ -26,6 +26,17 @@ def test_probes_are_those_of_the_host(device):
 
 
 @on_accelerators
+@pytest.mark.parametrize("kind", [AdaHessian, AdaHessianKron])
+def test_optimizers_draw_the_probes_of_the_host(device, kind):
+    drawn = []
+    for place in (torch.device("cpu"), device):
+        params = [torch.ones(shape, device=place, requires_grad=True) for shape in ((7, 3, 3, 3), (300,), (65, 40), ())]
+        request = kind(params, seed=3)._begin_measurement()
+        drawn.append([probe.cpu() for probe in request.draw(0)])
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
+
+
+@on_accelerators
 @pytest.mark.parametrize("case", [MLP, CONVOLUTION, BATCH_NORM, ATTENTION], ids=str)
 @pytest.mark.parametrize("way", ["object", "graph", "closure"])
 def test_the_run_is_that_of_the_host(device, case, way):

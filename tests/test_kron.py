@@ -368,12 +368,13 @@ def test_compiled_arithmetic_is_the_uncompiled_one_at_any_learning_rate(case, qu
 def test_compiled_updates_follow_schedules_of_all_options_with_one_key_per_address(quick_compiler):
     keys = []
 
-    def run(key, update):
+    def run(key, updates):
         keys.append(key)
-        update()
+        for update in updates:
+            update()
 
-    models = [MLP.model(torch.float32) for _ in range(2)]
-    for model, how in zip(models, [(False, None), (True, run)], strict=True):
+    models = [MLP.model(torch.float32) for _ in range(3)]
+    for model, how in zip(models, [(False, None), (False, run), (True, run)], strict=True):
         optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
         curvature = Curvature(model, MLP.loss, optimizer)
         (group,) = optimizer.param_groups
@@ -386,8 +387,10 @@ def test_compiled_updates_follow_schedules_of_all_options_with_one_key_per_addre
             MLP.loss(model, MLP.batch(torch.float32)).backward()
             with updates_compiled(*how):
                 optimizer.step()
-    torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
-    assert (len(keys), len(set(keys))) == (12, 1)
+    for model in models[1:]:
+        torch.testing.assert_close(flat_parameters(model), flat_parameters(models[0]), rtol=1e-4, atol=1e-5)
+    assert len(keys) > 2 * 12
+    assert len(set(keys)) == 2 * 2  # of roots and steps, for each model
 
 
 def test_parameters_that_are_measured_late_or_rarely_have_roots(quick_compiler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,18 @@ class Memory:
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)  # its type's name depends on the torch version
     # The allocator reuses freed memory on the same stream only. Libraries keep workspaces per stream, too.
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    others: tuple[torch.cuda.Stream, ...] = field(default_factory=lambda: tuple(torch.cuda.Stream() for _ in range(3)))
+
+    def side_by_side(self, functions: Sequence[Callable[[], object]]) -> None:
+        """Run functions that do not depend on each other on several streams. Captured, they then run in parallel."""
+        streams = (current := torch.cuda.current_stream()), *self.others
+        for other in self.others:
+            other.wait_stream(current)
+        for number, function in enumerate(functions):
+            with torch.cuda.stream(streams[number % len(streams)]):
+                function()
+        for other in self.others:
+            current.wait_stream(other)
 
 
 class CapturedFunction(Generic[Result]):

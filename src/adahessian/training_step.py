@@ -133,9 +133,10 @@ class TrainingStep:
                 info_once("Nothing is captured, because CUDA graphs need the whole model on one CUDA device")
         curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
         key = self._seen.key(batch) if self._compiles or self._captures else None
-        is_captured = self._compiles and self._captures and key is not None
-        with updates_compiled(is_captured, self._run_update if self._captures_updates else None):
-            found = self._replay(key, batch, params, curvature) if self._captures and key is not None else None
+        is_captured = self._captures and key is not None
+        run = self._run_updates if is_captured and self._captures_updates else None
+        with updates_compiled(is_captured and self._compiles, run):
+            found = self._replay(key, batch, params, curvature) if is_captured else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
             for param, gradient in zip(params, gradients, strict=True):
                 if param.grad is not gradient:
@@ -176,21 +177,24 @@ class TrainingStep:
                 logger.warning("The step is not captured for batches of this kind: %s", reason)
                 return None
 
-    def _run_update(self, key: Hashable, update: Callable[[], Any]) -> None:
-        """Run an update, captured at its second call with this key."""
-        if key not in self._updates:  # the first call compiles
+    def _run_updates(self, key: Hashable, updates: Sequence[Callable[[], Any]]) -> None:
+        """Run updates that do not depend on each other, captured together at their second call with this key."""
+        captured = self._updates.get(key)
+        try:
+            if captured is None and key in self._updates:  # the first call has compiled
+                with torch.cuda.device(self._device):
+                    together = partial(self._memory.side_by_side, updates)
+                    captured = CapturedFunction(together, self._model, self._memory, rehearse=False)
+            if captured is not None:
+                self._updates[key] = captured
+                captured.replay()
+                return
             if len(self._updates) < _MOST_UPDATES:
                 self._updates[key] = None
-            update()
-            return
-        try:
-            with torch.cuda.device(self._device):
-                captured = self._updates[key] or CapturedFunction(update, self._model, self._memory, rehearse=False)
-            self._updates[key] = captured
-            captured.replay()
         except (CannotCapture, torch.OutOfMemoryError) as reason:
             logger.warning("The update is not captured: %s", first_line(reason))
             self._updates, self._captures_updates = {}, False
+        for update in updates:
             update()
 
     def _has_moved(self) -> bool:

@@ -17,7 +17,7 @@ from adahessian.algorithm.kronecker import (
     fold_rotations,
     inverse_roots,
     reduce_rotations,
-    refresh_roots,
+    root_refreshes,
     rotated_update,
     rotation_for,
 )
@@ -55,10 +55,15 @@ def fold(shape, stored, products, gradient, weight):
     fold_rotations(families, [stored], estimates, torch.tensor([weight], dtype=stored[0].dtype), FINITE)
 
 
+def refresh(*args):
+    for refresh_some in root_refreshes(*args):
+        refresh_some()
+
+
 def folded(shape, products, least=1e-16):
     stored = state_of(shape)
     fold(shape, stored, products, None, 1.0)
-    refresh_roots(families_of([shape]), [stored], MANY.double(), least)
+    refresh(families_of([shape]), [stored], MANY.double(), least)
     return stored
 
 
@@ -171,7 +176,7 @@ def test_a_root_that_is_not_finite_is_not_stored(monkeypatch):
         return roots
 
     monkeypatch.setattr(kronecker, "inverse_roots", broken)
-    refresh_roots(families, stored, torch.full((2,), math.inf).double(), 0.5)
+    refresh(families, stored, torch.full((2,), math.inf).double(), 0.5)
     assert all(root.isfinite().all() for own in stored for root in own)
     assert torch.equal(stored[0][2][:3], before[0][2][:3])
     assert not torch.equal(stored[0][2][3:], before[0][2][3:])
@@ -227,7 +232,7 @@ def test_rows_without_a_loss_keep_their_mean_and_the_factor_stays_semidefinite(b
         for factor in (shape.form.rows.split(stored[0]), shape.form.columns.split(stored[1])):
             assert torch.equal(factor, factor.mT)
             assert torch.linalg.eigvalsh(factor).min() >= -1e-13 * factor.max()
-    refresh_roots(families_of([shape]), [stored], MANY.double(), 1e-2)
+    refresh(families_of([shape]), [stored], MANY.double(), 1e-2)
     assert all(root.isfinite().all() for root in stored)
 
 
@@ -268,7 +273,7 @@ def test_the_first_step_is_as_long_as_adamws_whatever_the_units(shape, curvature
     momentum = size * normal(*shape.shape, dtype=torch.float32)
     product = curvature * torch.ones(shape.shape)
     fold(shape, stored, [product], momentum, 1.0)
-    refresh_roots(families_of([shape]), [stored], torch.ones(1), 1e-2)
+    refresh(families_of([shape]), [stored], torch.ones(1), 1e-2)
     stored[-1] += 0.01 * momentum.square().sum()
     update = rotated_update(0.1 * momentum, shape, stored, 1, 0.9)
     rms = update.square().mean().sqrt()

@@ -143,7 +143,7 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
         wanted = on_host and param.is_cuda and _has_triton(param.device)
     elif wanted and not param.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"fused=True needs CUDA, but a parameter is on {param.device}. Move it, or pass fused=None.")
-    if not (wanted and isinstance(shape, Blocks) and param.dtype in _DTYPES) or is_traceable_wrapper_subclass(param):
+    if not (wanted and isinstance(shape, Blocks) and _is_supported(param)):
         return False
     is_channels_last = shape.kernel_dims == param.dim() - 2 > 0 and param.movedim(1, -1).is_contiguous()
     if not (param.is_contiguous() or is_channels_last):
@@ -152,6 +152,15 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
     if _FORM(exp_avg) != _FORM(param) or exp_avg.stride() != param.stride():
         return False
     return rms is None or bool(rms.dtype == torch.float32 and rms.device == param.device and rms.is_contiguous())
+
+
+def can_draw(param: Tensor) -> bool:
+    """Return whether the kernels can draw probes for a parameter, whatever the shape of its curvature."""
+    return param.is_cuda and _is_supported(param) and _has_triton(param.device)
+
+
+def _is_supported(param: Tensor) -> bool:
+    return param.dtype in _DTYPES and not is_traceable_wrapper_subclass(param)
 
 
 @cache

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +46,7 @@ _ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 Form: TypeAlias = "Vector | Matrix"
 Stored: TypeAlias = Sequence[Sequence[Tensor]]  # of each parameter, in the order of ``Rotation.stored``
 Part: TypeAlias = "tuple[int, int] | None"  # the first row of this rank's shard and the number of its rows
+Side: TypeAlias = "tuple[Family, int, Cut]"  # the rows (0) or the columns (1) of a family
 Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all ranks that have shards of the parameters
 
 
@@ -352,54 +353,62 @@ def fold_rotations(
             family.write(stored, key, torch.where(family.spread(not_finite, new.dim()), old, folded))
 
 
-def refresh_roots(
+def root_refreshes(
     families: Sequence[Family],
     stored: Stored,
     measurements: Tensor,
     least: float,
     gather: Gather | None = None,
-) -> None:
-    """Compute the inverse roots of all factors, many of one size at once. Keep a root if its new value is not finite.
+) -> list[Callable[[], None]]:
+    """Return functions that compute the inverse roots of all factors, each of many factors of one size.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 1 / n, but at least ``least``, because
-    factors from few measurements are unreliable.
+    factors from few measurements are unreliable. A root is kept if its new value is not finite.
     """
-    dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
-    waiting: dict[int, list[tuple[Family, int, Cut]]] = {}
+    groups: list[tuple[int, list[Side]]] = []
+    waiting: dict[int, list[Side]] = {}
     cuts = [(family, key, cut) for family in families for key, cut in enumerate(family.form.cuts[:2]) if cut]
+    for family, key, cut in cuts:
+        size = _SMALL if measurements.is_cuda and 1 < cut.size < _SMALL else cut.size
+        waiting.setdefault(size, []).append((family, key, cut))
+        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
+            groups.append((size, waiting.pop(size)))
     wholes: dict[tuple[Family, int], Tensor] = {}
     if gather is not None and cuts:
         matrices = [family for family, key, _ in cuts if key == 0]
         traces = _over_shards(matrices, [_trace(family.read(stored, 0))[None] for family in matrices], gather)
         wholes = {(family, 0): each.sum((0, 1)) for family, each in zip(matrices, traces, strict=True)}
+    of_group = partial(_refresh_roots, stored, measurements, least, wholes)
+    return [partial(of_group, size, sides) for size, sides in (*groups, *waiting.items())]
 
-    def refresh(size: int, sides: list[tuple[Family, int, Cut]]) -> None:
-        factors, numbers = [], []
-        for family, key, cut in sides:
-            factor = family.read(stored, key)
-            factors.append(pad(factor, [0, size - cut.size] * 2) if size > cut.size else factor)
-            # Over all blocks of a dimension, so that blocks keep their relative size.
-            mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
-            numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
-        with accurate_matmul(factors[0]):
-            roots = inverse_roots(
-                _cat([factor.flatten(0, 1) for factor in factors]),
-                *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
-                # No eigenvalue is larger than the trace, which is the mean times the length.
-                condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
-            ).split([each[0].numel() for each in numbers])
-        for (family, key, cut), factor, each in zip(sides, factors, roots, strict=True):
-            old, root = family.read(stored, key + 2), each.view_as(factor)[..., : cut.size, : cut.size]
-            is_valid = root.sum((-2, -1), keepdim=True).isfinite() & family.spread(measurements, 4).gt(0)
-            family.write(stored, key + 2, torch.where(is_valid, root, old))
 
-    for family, key, cut in cuts:
-        size = _SMALL if measurements.is_cuda and 1 < cut.size < _SMALL else cut.size
-        waiting.setdefault(size, []).append((family, key, cut))
-        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
-            refresh(size, waiting.pop(size))
-    for size, sides in waiting.items():
-        refresh(size, sides)
+def _refresh_roots(
+    stored: Stored,
+    measurements: Tensor,
+    least: float,
+    wholes: dict[tuple[Family, int], Tensor],
+    size: int,
+    sides: Sequence[Side],
+) -> None:
+    dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
+    factors, numbers = [], []
+    for family, key, cut in sides:
+        factor = family.read(stored, key)
+        factors.append(pad(factor, [0, size - cut.size] * 2) if size > cut.size else factor)
+        # Over all blocks of a dimension, so that blocks keep their relative size.
+        mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
+        numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
+    with accurate_matmul(factors[0]):
+        roots = inverse_roots(
+            _cat([factor.flatten(0, 1) for factor in factors]),
+            *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
+            # No eigenvalue is larger than the trace, which is the mean times the length.
+            condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
+        ).split([each[0].numel() for each in numbers])
+    for (family, key, cut), factor, each in zip(sides, factors, roots, strict=True):
+        old, root = family.read(stored, key + 2), each.view_as(factor)[..., : cut.size, : cut.size]
+        is_valid = root.sum((-2, -1), keepdim=True).isfinite() & family.spread(measurements, 4).gt(0)
+        family.write(stored, key + 2, torch.where(is_valid, root, old))
 
 
 def _trace(factor: Tensor) -> Tensor:
@@ -463,12 +472,12 @@ def take_rotated_steps(
     lr, beta1, decay = group["lr"], group["betas"][0], group["weight_decay"]  # numbers or tensors
     if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
         lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)
-    if isinstance(decay, Tensor) or decay:
-        decay_weights(params, 1 - lr * decay)
     # Families of shards step together, because their ranks exchange all sizes at once.
     for together in [[family] for family in families] if gather is None else [families] if families else []:
         directions, sizes = [], []
         for family in together:
+            if isinstance(decay, Tensor) or decay:
+                decay_weights(family.pick(params), 1 - lr * decay)
             own = family.pick(grads)
             descent = torch._foreach_neg(own) if group["maximize"] else own
             _average(family.pick(exp_avgs), descent, beta1)
@@ -487,9 +496,9 @@ def take_rotated_steps(
 
 
 def _average(exp_avgs: list[Tensor], values: Sequence[Tensor], beta: float | Tensor) -> None:
-    if isinstance(beta, Tensor):
-        for exp_avg, value in zip(exp_avgs, values, strict=True):
-            exp_avg.mul_(beta).add_(value * (1 - beta))
+    if isinstance(beta, Tensor):  # lists, which a compiler turns into a single kernel
+        torch._foreach_mul_(exp_avgs, beta)
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(list(values), 1 - beta))
     else:
         torch._foreach_lerp_(exp_avgs, list(values), 1 - beta)
 

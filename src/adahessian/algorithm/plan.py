@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from adahessian.algorithm import kronecker
-from adahessian.algorithm.fused import FusedTensors, can_fuse
+from adahessian.algorithm.fused import FusedTensors, can_draw, can_fuse
 from adahessian.algorithm.probes import draw_like, probe_key
-from adahessian.algorithm.shapes import Estimate, as_real, hutchinson
+from adahessian.algorithm.shapes import Blocks, Estimate, as_real, hutchinson
 from adahessian.algorithm.state import (
     COUNTS,
     Group,
@@ -42,6 +42,7 @@ from adahessian.base.shards import agree, gather_over, is_sharded, local, local_
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
+_SMALL = 2**25  # elements, of which some temporary copies at a time take little memory
 # Roots cost more than the rest of a measurement. After this many measurements, another one hardly changes the factors.
 _ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
 
@@ -49,7 +50,7 @@ Places = tuple[int, ...]
 States = Mapping[Tensor, State]
 Measurement = dict[Tensor, Estimate]
 Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
-Run = Callable[[Hashable, Callable[[], Any]], Any]
+Run = Callable[[Hashable, Sequence[Callable[[], Any]]], Any]
 
 _COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=(False, None))
 
@@ -58,8 +59,8 @@ _COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=
 def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
     """Inside the context, compile the arithmetic of curvature that rotates, which has many small kernels.
 
-    ``run(key, update)`` runs an update. It may replay an earlier update with the same key, which did the same with the
-    same memory.
+    ``run(key, updates)`` runs updates that do not depend on each other. It may replay earlier updates with the same
+    key, which did the same with the same memory.
     """
     token = _COMPILED.set((enabled, run))
     try:
@@ -88,10 +89,16 @@ class Bucket:
         self.is_complex = params[0].is_complex()
         self._positions = positions
         self.kernels = FusedTensors(self.here, self.shapes, positions, signed=group["signed"]) if is_fused else None
+        self._drawing = self.kernels
+        if self.families is not None and all(map(can_draw, self.here)):
+            elements = [Blocks(tuple(param.shape)) for param in self.here]
+            self._drawing = FusedTensors(self.here, elements, positions, signed=False)
         self._counts: dict[str, Tensor] = {}
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-        wide = torch.promote_types(params[0].dtype, torch.float32)
-        self._scalars = [self.here[0].new_zeros(shape, dtype=wide) for shape in ((len(params),), (), (), ())]
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._is_small = sum(map(Tensor.numel, self.here)) <= _SMALL
+        # Places for numbers that change from step to step: step counts, lr, beta1, decay, counts of measurements.
+        wide, each = torch.promote_types(params[0].dtype, torch.float32), (len(params),)
+        self._numbers = [self.here[0].new_zeros(shape, dtype=wide) for shape in (each, (), (), (), each)]
         self._find_states(state)
 
     def _find_states(self, state: States) -> None:
@@ -129,10 +136,10 @@ class Bucket:
     def draw(self, probe: int, out: Sequence[Tensor] | None) -> list[Tensor]:
         """Draw one probe of the next measurement. Sharded parameters get a probe for the whole parameter."""
         key = probe_key(self.group["seed"], self.group["measurements"], probe)
-        if self.kernels is None or self.is_sharded:
+        if self._drawing is None or self.is_sharded:
             return list(map(draw_like, self.params, repeat(key), self._positions, out or repeat(None)))
         signs = out or [torch.empty_like(param, memory_format=torch.contiguous_format) for param in self.params]
-        self.kernels.draw(signs, key)
+        self._drawing.draw(signs, key)
         return list(signs)
 
     def reduce(self, probes: Lists | None, products: Lists, gradients: Sequence[Tensor] | None) -> list[Estimate]:
@@ -141,7 +148,7 @@ class Bucket:
         products = list(map(self._prepare, products))
         gradients = None if gradients is None else self._prepare(gradients)
         if self.families is not None:
-            estimates: list[Estimate] = self._run(kronecker.reduce_rotations, products, gradients)
+            estimates: list[Estimate] = self._run(kronecker.reduce_rotations, self.families, products, gradients)
             return estimates
         of_params = list(zip(*products, strict=True))
         nothing = [None] * len(self.params)
@@ -195,10 +202,7 @@ class Bucket:
             measured = self.select(places, state)
             measured._fold([measurement[param] for param in measured.params])
             if self.families is not None and (due := measured._due_for_roots()):
-                own, least = measured.select(due, state), self.group["damping"]
-                kronecker.refresh_roots(
-                    own.families or [], own._stored, own._count("measurements"), least, self._gather
-                )
+                measured.select(due, state)._refresh_roots()
         if self.group["capturable"]:
             self._take_step(self._count("step"))
             return
@@ -215,7 +219,7 @@ class Bucket:
             values = [estimate.values[0] for estimate in estimates]
             self.kernels.fold([each[0] for each in self._stored], values, not_finite.int(), weights)
         elif self.families is not None:
-            self._run(kronecker.fold_rotations, self._stored, estimates, weights, not_finite)
+            self._run(kronecker.fold_rotations, self.families, self._stored, estimates, weights, not_finite)
         else:
             of_params = zip(self._stored, estimates, weights.unbind(), not_finite.unbind(), strict=True)
             for tensors, estimate, weight, flag in of_params:
@@ -263,46 +267,65 @@ class Bucket:
         rows = [[*map(shape.view, each), shape.denominator(stored, power, eps)] for shape, stored, *each in members]
         take_step(*map(list, zip(*rows, strict=True)), **scales)
 
+    def _refresh_roots(self) -> None:
+        """Refresh the inverse roots of all factors, captured if enabled."""
+        families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
+        counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
+        refreshes = kronecker.root_refreshes(families, stored, counts, least, self._gather)
+        if self._gather is None and run is not None:
+            run((least, *self._addresses(counts)), self._side_by_side(refreshes))
+            return
+        for refresh in refreshes:
+            refresh()
+
     def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
         """Take the step with this number, compiled and captured if enabled and possible."""
-        tensors, group = (self.here, grads, self._exp_avgs, self._stored), self.group
+        families, group = self.families or [], self.group
+        tensors = self.here, grads, self._exp_avgs, self._stored
         is_compiled, run = _COMPILED.get()
-        if self._gather is not None or not is_compiled:
-            kronecker.take_rotated_steps(self.families or [], *tensors, number, group, self._gather)
+        if self._gather is not None or not (is_compiled or run):
+            kronecker.take_rotated_steps(families, *tensors, number, group, self._gather)
             return
         # Compilers and graphs treat numbers as constants. Filling a tensor does not synchronize, but copying one does.
         values = number, group["lr"], group["betas"][0], group["weight_decay"]
-        for place, value in zip(self._scalars, values, strict=True):
+        for place, value in zip(self._numbers, values, strict=False):
             is_here = isinstance(value, Tensor) and value.device == place.device
             place.copy_(value.reshape(place.shape)) if is_here else place.fill_(float(value))
-        numbers, lr, beta1, decay = self._scalars
-        options = {
-            "lr": lr,
-            "betas": (beta1,),
-            "weight_decay": decay,
-            "maximize": group["maximize"],
-            "capturable": True,
-        }
-        take = partial(self._run, kronecker.take_rotated_steps, *tensors, numbers, {**options, "capturable": True})
-        key = (group["maximize"], *map(Tensor.data_ptr, chain(*tensors[:3], *self._stored)))
-        take() if run is None else run(key, take)
+        numbers, lr, beta1, decay, _ = self._numbers
+        options = {"lr": lr, "betas": (beta1,), "weight_decay": decay, "maximize": group["maximize"]}
+        options["capturable"] = True
+        own = [partial(self._run, kronecker.take_rotated_steps, (f,), *tensors, numbers, options) for f in families]
+        if run is not None:
+            run((group["maximize"], *self._addresses(*grads)), self._side_by_side(own))
+            return
+        for update in own:
+            update()
 
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _addresses(self, *others: Tensor) -> Iterator[int]:
+        """Return the addresses of these tensors and of all that steps change."""
+        return map(Tensor.data_ptr, chain(others, self.here, self._exp_avgs, *self._stored))
+
+    def _side_by_side(self, updates: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
+        """Return updates to run at the same time. Those of large parameters keep a device busy one after another."""
+        return updates if self._is_small else [lambda: [update() for update in updates]]
+
+    def _run(self, function: Callable[..., Any], families: Sequence[kronecker.Family], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
         if self._gather is not None or not _COMPILED.get()[0]:
-            return function(self.families, *args)
-        if function not in self._compiled:
+            return function(families, *args)
+        key = function, *families
+        if key not in self._compiled:
             # The compiler counts versions of a function per code object, so each bucket needs its own.
             own = FunctionType(function.__code__.replace(), function.__globals__, argdefs=function.__defaults__)
             # Reordering loops fails in torch 2.11, because it meets kernels for lists of tensors.
             inductor: Any = {"loop_ordering_after_fusion": False}
-            self._compiled[function] = torch.compile(own, fullgraph=True, dynamic=False, options=inductor)
+            self._compiled[key] = torch.compile(own, fullgraph=True, dynamic=False, options=inductor)
         try:
-            return self._compiled[function](self.families, *args)
+            return self._compiled[key](families, *args)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             logger.warning("The arithmetic of AdaHessianKron is not compiled: %s", first_line(error))
-            self._compiled[function] = function
-            return function(self.families, *args)
+            self._compiled[key] = function
+            return function(families, *args)
 
     def _count(self, name: str) -> Tensor:
         """Return the counts of all parameters in one tensor."""
