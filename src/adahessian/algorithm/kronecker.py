@@ -476,8 +476,6 @@ def take_rotated_steps(
     for together in [[family] for family in families] if gather is None else [families] if families else []:
         directions, sizes = [], []
         for family in together:
-            if isinstance(decay, Tensor) or decay:
-                decay_weights(family.pick(params), 1 - lr * decay)
             own = family.pick(grads)
             descent = torch._foreach_neg(own) if group["maximize"] else own
             _average(family.pick(exp_avgs), descent, beta1)
@@ -492,6 +490,8 @@ def take_rotated_steps(
             family.write(stored, -1, squares)
             scale = lr * _scale(family, squares, of_family, number, beta1)
             updates = direction.mul_(scale[:, None]).to(params[0].dtype)
+            if isinstance(decay, Tensor) or decay:
+                decay_weights(family.pick(params), 1 - lr * decay)
             torch._foreach_sub_(family.pick(params), family.unstack(updates))
 
 

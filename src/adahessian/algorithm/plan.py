@@ -69,6 +69,11 @@ def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
         _COMPILED.reset(token)
 
 
+def _one_by_one(key: Hashable, updates: Sequence[Callable[[], Any]]) -> None:
+    for update in updates:
+        update()
+
+
 class Bucket:
     """Parameters of one group that share device, dtype and implementation.
 
@@ -95,7 +100,6 @@ class Bucket:
             self._drawing = FusedTensors(self.here, elements, positions, signed=False)
         self._counts: dict[str, Tensor] = {}
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        self._is_small = sum(map(Tensor.numel, self.here)) <= _SMALL
         # Places for numbers that change from step to step: step counts, lr, beta1, decay, counts of measurements.
         wide, each = torch.promote_types(params[0].dtype, torch.float32), (len(params),)
         self._numbers = [self.here[0].new_zeros(shape, dtype=wide) for shape in (each, (), (), (), each)]
@@ -195,14 +199,17 @@ class Bucket:
                 self._counts[name] = counts
         self._find_states(state)
 
-    def step(self, measurement: Measurement, state: States) -> None:
-        """Fold a measurement, which may cover only some of the parameters, and take one step."""
+    def measure(self, measurement: Measurement, state: States) -> None:
+        """Begin a step: count it, and fold a measurement, which may cover only some of the parameters."""
         self._add("step", 1)
         if measurement and (places := tuple(i for i, param in enumerate(self.params) if param in measurement)):
             measured = self.select(places, state)
             measured._fold([measurement[param] for param in measured.params])
             if self.families is not None and (due := measured._due_for_roots()):
                 measured.select(due, state)._refresh_roots()
+
+    def step(self, state: States) -> None:
+        """Take the step that :meth:`measure` has begun."""
         if self.group["capturable"]:
             self._take_step(self._count("step"))
             return
@@ -272,11 +279,7 @@ class Bucket:
         families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
         counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
         refreshes = kronecker.root_refreshes(families, stored, counts, least, self._gather)
-        if self._gather is None and run is not None:
-            run((least, *self._addresses(counts)), self._side_by_side(refreshes))
-            return
-        for refresh in refreshes:
-            refresh()
+        (run if run and self._gather is None else _one_by_one)((least, *self._addresses(counts)), refreshes)
 
     def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
         """Take the step with this number, compiled and captured if enabled and possible."""
@@ -295,19 +298,11 @@ class Bucket:
         options = {"lr": lr, "betas": (beta1,), "weight_decay": decay, "maximize": group["maximize"]}
         options["capturable"] = True
         own = [partial(self._run, kronecker.take_rotated_steps, (f,), *tensors, numbers, options) for f in families]
-        if run is not None:
-            run((group["maximize"], *self._addresses(*grads)), self._side_by_side(own))
-            return
-        for update in own:
-            update()
+        (run or _one_by_one)((group["maximize"], *self._addresses(*grads)), own)
 
     def _addresses(self, *others: Tensor) -> Iterator[int]:
         """Return the addresses of these tensors and of all that steps change."""
         return map(Tensor.data_ptr, chain(others, self.here, self._exp_avgs, *self._stored))
-
-    def _side_by_side(self, updates: Sequence[Callable[[], Any]]) -> Sequence[Callable[[], Any]]:
-        """Return updates to run at the same time. Those of large parameters keep a device busy one after another."""
-        return updates if self._is_small else [lambda: [update() for update in updates]]
 
     def _run(self, function: Callable[..., Any], families: Sequence[kronecker.Family], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
@@ -395,12 +390,37 @@ class Plan:
 
         Parameters of other groups only get a state.
         """
+        chosen = []
         for bucket in self.buckets:
             places = tuple([i for i, param in enumerate(bucket.params) if param.grad is not None])
             if places:
                 bucket.complete(places, self._state)
                 if id(bucket.group) in ready:
-                    bucket.select(places, self._state).step(measurement, self._state)
+                    chosen.append(bucket.select(places, self._state))
+        with self._run_together():
+            for bucket in chosen:
+                bucket.measure(measurement, self._state)
+        with self._run_together():
+            for bucket in chosen:
+                bucket.step(self._state)
+
+    @contextmanager
+    def _run_together(self) -> Iterator[None]:
+        """Inside the context, collect the updates of all buckets, to run them in one call."""
+        is_compiled, run = _COMPILED.get()
+        keys: list[Hashable] = []
+        updates: list[Callable[[], Any]] = []
+
+        def collect(key: Hashable, some: Sequence[Callable[[], Any]]) -> None:
+            keys.append(key)
+            updates.extend(some)
+
+        with updates_compiled(is_compiled, collect if run else None):
+            yield
+        if run and updates:
+            # Updates of large parameters keep a device busy one after another, and take memory at the same time.
+            is_small = sum(param.numel() for bucket in self.buckets for param in bucket.here) <= _SMALL
+            run(tuple(keys), updates if is_small else [partial(_one_by_one, None, updates)])
 
     def _split(self, params: Sequence[Tensor]) -> list[tuple[Bucket, list[int]]]:
         """Return the buckets of these parameters, with each parameter's index in this list."""
