@@ -47,6 +47,7 @@ Form: TypeAlias = "Vector | Matrix"
 Stored: TypeAlias = Sequence[Sequence[Tensor]]  # of each parameter, in the order of ``Rotation.stored``
 Part: TypeAlias = "tuple[int, int] | None"  # the first row of this rank's shard and the number of its rows
 Side: TypeAlias = "tuple[Family, int, Cut]"  # the rows (0) or the columns (1) of a family
+Wholes: TypeAlias = "dict[tuple[Family, int], Tensor]"  # traces over all ranks
 Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all ranks that have shards of the parameters
 
 
@@ -354,11 +355,7 @@ def fold_rotations(
 
 
 def root_refreshes(
-    families: Sequence[Family],
-    stored: Stored,
-    measurements: Tensor,
-    least: float,
-    gather: Gather | None = None,
+    families: Sequence[Family], stored: Stored, measurements: Tensor, least: float, gather: Gather | None = None
 ) -> list[Callable[[], None]]:
     """Return functions that compute the inverse roots of all factors, each of many factors of one size.
 
@@ -373,22 +370,17 @@ def root_refreshes(
         waiting.setdefault(size, []).append((family, key, cut))
         if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
             groups.append((size, waiting.pop(size)))
-    wholes: dict[tuple[Family, int], Tensor] = {}
+    wholes: Wholes = {}
     if gather is not None and cuts:
         matrices = [family for family, key, _ in cuts if key == 0]
         traces = _over_shards(matrices, [_trace(family.read(stored, 0))[None] for family in matrices], gather)
         wholes = {(family, 0): each.sum((0, 1)) for family, each in zip(matrices, traces, strict=True)}
-    of_group = partial(_refresh_roots, stored, measurements, least, wholes)
-    return [partial(of_group, size, sides) for size, sides in (*groups, *waiting.items())]
+    refresh = partial(_refresh, stored, measurements, least, wholes)
+    return [partial(refresh, size, sides) for size, sides in (*groups, *waiting.items())]
 
 
-def _refresh_roots(
-    stored: Stored,
-    measurements: Tensor,
-    least: float,
-    wholes: dict[tuple[Family, int], Tensor],
-    size: int,
-    sides: Sequence[Side],
+def _refresh(
+    stored: Stored, measurements: Tensor, least: float, wholes: Wholes, size: int, sides: Sequence[Side]
 ) -> None:
     dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
     factors, numbers = [], []
