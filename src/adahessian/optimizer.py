@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from adahessian.algorithm.options import validate
 from adahessian.algorithm.plan import Measurement, Plan, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
-from adahessian.algorithm.sparse import check_sparse_group, step_sparse
+from adahessian.algorithm.sparse import step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
 from adahessian.base.errors import CurvatureError
 from adahessian.base.precision import autocast_disabled
@@ -245,7 +245,8 @@ class AdaHessian(Optimizer):
                 loss = closure()
 
         # Everything that can fail runs before anything changes.
-        self._check_gradients()
+        for group in self.param_groups:
+            _check_gradients(group)
         self._measure_from_graph()
         self._warn_if_overdue()
         ready = {id(group) for group in self._measured_groups() if self._is_ready(group)}
@@ -264,15 +265,6 @@ class AdaHessian(Optimizer):
                 group["measurements"] += is_folded  # not if memory ran out
                 group["staleness"] = 1 if is_measured else group["staleness"] + 1
         return loss
-
-    def _check_gradients(self) -> None:
-        for group in self.param_groups:
-            if group["sparse"]:
-                check_sparse_group(group)
-                continue
-            for param in group["params"]:
-                if param.grad is not None and param.grad.layout is not torch.strided:
-                    reject_sparse(param.grad)
 
     def _measure_from_graph(self) -> None:
         """Measure the curvature in the classic loop, from gradients with a graph."""
@@ -381,6 +373,19 @@ class AdaHessian(Optimizer):
         self._plan = Plan()
         self._overdue_warned = False
         self._dropped_seen = 0  # set by diagnose
+
+
+def _check_gradients(group: Group) -> None:
+    """Raise a RuntimeError if a gradient is sparse, but its group is not, or has a weight decay."""
+    for param in group["params"]:
+        if param.grad is not None and param.grad.is_sparse:
+            if not group["sparse"]:
+                reject_sparse(param.grad)
+            if group["weight_decay"]:
+                raise RuntimeError(
+                    f"weight_decay={group['weight_decay']} cannot be applied to a sparse gradient of a parameter of "
+                    f"shape {tuple(param.shape)}. Set weight_decay=0 in its group."
+                )
 
 
 def _are_zero(gradients: Sequence[Tensor]) -> bool:

@@ -10,12 +10,11 @@ checkpoints, shards and diagnostics read ``stored`` and work with every shape.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -110,7 +109,7 @@ class Diagonal(CurvatureShape):
         if gradient is not None and not (first.device.type == "cpu" and first.all()):
             first = first.masked_fill(self.touched(diagonal, gradient).logical_not_(), UNTOUCHED)
         values = (first, *rest)
-        return Estimate(values, functools.reduce(torch.logical_or, map(not_finite_in, values)))
+        return Estimate(values, reduce(torch.logical_or, map(not_finite_in, values)))
 
     @abstractmethod
     def _average(self, diagonal: Tensor, signed: bool, total: Total) -> tuple[Tensor, ...]:

@@ -13,16 +13,6 @@ from torch.sparse import check_sparse_tensor_invariants
 from adahessian.algorithm.state import Group, State
 
 
-def check_sparse_group(group: Group) -> None:
-    """Raise a RuntimeError if a group has a sparse gradient and a weight decay."""
-    for param in group["params"]:
-        if param.grad is not None and param.grad.is_sparse and group["weight_decay"]:
-            raise RuntimeError(
-                f"weight_decay={group['weight_decay']} cannot be applied to a sparse gradient of a parameter of shape "
-                f"{tuple(param.shape)}. Set weight_decay=0 in its group."
-            )
-
-
 def step_sparse(group: Group, state: dict[Tensor, State]) -> None:
     """Take one step of Adagrad on the parameters of a group that have a gradient."""
     params = [param for param in group["params"] if param.grad is not None]

@@ -51,11 +51,7 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     centred = wide - centre.view(channels)
     off_centre = centred.mean(over)
     variance = centred.square().mean(over) - off_centre.square()
-    scale = (variance + eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight
-    shift = -off_centre * scale
-    if bias is not None:
-        shift = shift + bias
+    scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - off_centre * scale
     output = (centred * scale.view(channels) + shift.view(channels)).to(x.dtype)
     return output, centre + off_centre.detach(), variance.detach()

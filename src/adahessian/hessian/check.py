@@ -6,8 +6,8 @@ Some versions of PyTorch silently compute wrong second derivatives of some opera
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
     if products and not any(each.isfinite().all() for each in products):
         return "not compared with double backward yet: the second derivatives are not finite", True
     if is_random:
-        with random_state_kept(model), _without_dropout(model):
+        with random_state_kept(model), ExitStack() as stack:
+            for module in model.modules():
+                if not isinstance(module, _NormBase):  # so dropout is off, but batch norms use the batch's statistics
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = False
             before = _random_states(model)
             try:
                 exact = double_backward(model, loss_fn, batch, request)
@@ -119,16 +123,3 @@ def _random_states(model: nn.Module) -> list[bytes]:
     devices = [device for device in devices_of(model) if device.type not in ("cpu", "meta")]
     states = [torch.get_device_module(device).get_rng_state(device) for device in devices]
     return [bytes(state.tolist()) for state in (torch.get_rng_state(), *states)]
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, except batch norms."""
-    training = [module for module in model.modules() if module.training and not isinstance(module, _NormBase)]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True

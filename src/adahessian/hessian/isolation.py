@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,51 +95,38 @@ def _buffers_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def buffers_restored(model: nn.Module, *, on_success: bool = True) -> Iterator[None]:
     """Restore buffers in place, because compiled code and CUDA graphs know their addresses."""
-    tensors = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    is_restored = True
-    try:
+    with ExitStack() as stack:
+        for buffer in model.buffers():
+            stack.callback(torch.no_grad()(buffer.copy_), buffer.detach().clone())
+        for module in model.modules():
+            stack.callback(module._buffers.update, dict(module._buffers))
         yield
-        is_restored = on_success
-    finally:
-        if is_restored:
-            for module, own in tensors:
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
+        if not on_success:
+            stack.pop_all()
 
 
 @contextmanager
 def hooks_silenced(params: Iterable[Tensor]) -> Iterator[None]:
     """Disable the user's hooks on gradients, which must not run on other tensors."""
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    hooked = [(param, kind, getattr(param, kind)) for param in params for kind in kinds if getattr(param, kind, None)]
-    try:
-        for param, kind, _ in hooked:
-            setattr(param, kind, None)
+    with ExitStack() as stack:
+        for param, kind in itertools.product(params, ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            if hooks := getattr(param, kind, None):
+                stack.callback(setattr, param, kind, hooks)
+                setattr(param, kind, None)
         yield
-    finally:
-        for param, kind, hooks in hooked:
-            setattr(param, kind, hooks)
 
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
     """Restore the random states of PyTorch (on the CPU and the model's devices), of Python, and of NumPy if loaded."""
-    numpy_random = sys.modules.get("numpy.random")
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    python_state = random.getstate()
     accelerators = [device for device in devices_of(model) if device.type not in ("cpu", "meta")]
     kind = accelerators[0].type if accelerators else "cuda"
     indices = [device.index or 0 for device in accelerators if device.type == kind]
-    with torch.random.fork_rng(devices=indices, device_type=kind):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy_random:
-                numpy_random.set_state(numpy_state)
+    with torch.random.fork_rng(devices=indices, device_type=kind), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy_random := sys.modules.get("numpy.random"):
+            stack.callback(numpy_random.set_state, numpy_random.get_state())
+        yield
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:

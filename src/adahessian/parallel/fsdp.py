@@ -29,7 +29,13 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
     wholes: dict[Tensor, Tensor] = {}
     with ExitStack() as stack:
         for module in model.modules():
-            stack.enter_context(_without_fsdp_hooks(module))
+            pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+            stack.callback(module.__dict__.update, _forward_pre_hooks=pre_hooks, _forward_hooks=hooks)
+            # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
+            module._forward_pre_hooks = type(pre_hooks)(
+                (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
+            )
+            module._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
             for name, param in list(module._parameters.items()):
                 if param is not None and is_sharded(param):
                     if param not in wholes:  # a shared parameter is gathered only once
@@ -37,20 +43,6 @@ def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor
                     stack.callback(module._parameters.__setitem__, name, param)
                     module._parameters[name] = wholes[param]  # type: ignore[assignment]
         yield [wholes.get(param, param) for param in params]
-
-
-@contextmanager
-def _without_fsdp_hooks(module: nn.Module) -> Iterator[None]:
-    pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
-    # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
-    module._forward_pre_hooks = type(pre_hooks)(
-        (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
-    )
-    module._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks, module._forward_hooks = pre_hooks, hooks
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
