@@ -102,10 +102,8 @@ class Curvature(Generic[Model]):
         self.ranks: Ranks | None = ranks_of(model, process_group)
         # Hooks of the wrapper are only for the gradient.
         self.model = cast(Model, model.module if isinstance(model, DistributedDataParallel) else model)
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
+        self.loss_fn, self.optimizer, self.scaler = loss_fn, optimizer, scaler
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
-        self.scaler = scaler
         self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
         # TrainingStep takes the gradient of a whole batch from the same pass.
         dtypes: Any = {"product_dtype": product_dtype, "needs_gradient": batch_fraction == 1}
@@ -139,8 +137,7 @@ class Curvature(Generic[Model]):
         if not (is_next or optimizer.curvature_due):
             return False
         try:
-            if self.batch_fraction < 1:
-                batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+            batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")

@@ -59,14 +59,13 @@ def param_groups(
         if isinstance(model.get_submodule(prefix), ParametrizationList):  # it holds parameters of its parent module
             prefix = prefix.rpartition(".parametrizations.")[0]
         module = model.get_submodule(prefix)
-        options: dict[str, Any] = {}
+        options: dict[str, Any]
         if isinstance(module, _ConvNd):
-            options["averaging"] = "kernel"
-            options["kind"] = "transposed" if module.transposed else None
+            options = {"averaging": "kernel", "kind": "transposed" if module.transposed else None}
             options["conv_groups"] = module.groups if module.groups > 1 else None
         else:
-            options["averaging"] = "row" if param.dim() in (4, 5) else None
-            options["kind"] = "table" if param in weights else "stack" if param.dim() > 2 else None
+            kind = "table" if param in weights else "stack" if param.dim() > 2 else None
+            options = {"averaging": "row" if param.dim() in (4, 5) else None, "kind": kind}
         exempt = not decay_bias_and_norm and (param.dim() < 2 or isinstance(module, _NORMS))
         options["weight_decay"] = 0.0 if exempt else weight_decay
         if param in tables:

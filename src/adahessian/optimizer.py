@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian.algorithm.options import validate
-from adahessian.algorithm.plan import Measurement, Plan, parameters_of
+from adahessian.algorithm.plan import Lists, Measurement, Plan, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
 from adahessian.algorithm.sparse import step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
@@ -198,11 +198,7 @@ class AdaHessian(Optimizer):
 
     @torch.no_grad()
     def _accept(
-        self,
-        params: Sequence[Tensor],
-        probes: Sequence[Sequence[Tensor]] | None,
-        products: Sequence[Sequence[Tensor | None]],
-        gradients: Sequence[Tensor | None] | None,
+        self, params: Sequence[Tensor], probes: Lists | None, products: Lists, gradients: Sequence[Any] | None
     ) -> None:
         """Keep a measurement for the next step. It replaces an earlier measurement for the same step.
 

@@ -106,10 +106,7 @@ def _step_lane_rows(param, grad, exp_avg, rms, scalars, first, lane_rows, ELEMEN
 def _advance(p, g, m, d, scalars):
     gradient_scale, step_scale, decay, momentum_weight, eps, power = scalars
     if power != 1.0:
-        if power == 0.0:
-            d = tl.full(d.shape, 1.0, tl.float32)
-        else:
-            d = tl.exp2(power * tl.log2(d))
+        d = tl.where(power == 0.0, 1.0, tl.exp2(power * tl.log2(d)))  # 0 times the logarithm of 0 or inf is NaN
     m += (g * gradient_scale - m) * momentum_weight
     return p * decay + step_scale * (m / (d + eps)), m
 
@@ -123,11 +120,10 @@ def _find_blocks(layout, start, lane):
     place = (start - first * row).to(tl.int32) + lane
     row = row.to(tl.int32)
     q = place // row
-    if blocks_in_row == 1:
-        block = first + q
-    else:
+    block = first + q
+    if blocks_in_row != 1:
         inside = (place - q * row) % tl.load(layout + INNER).to(tl.int32)
-        block = (first + q) * blocks_in_row + inside // tl.load(layout + LENGTH).to(tl.int32)
+        block = block * blocks_in_row + inside // tl.load(layout + LENGTH).to(tl.int32)
     return block
 
 

@@ -72,12 +72,11 @@ def _mix(state: int, word: int) -> int:
 
 def _signs_of(counters: Tensor, dtype: torch.dtype) -> Tensor:
     """Finalize counters in place, and return one sign per bit."""
-    x = counters
     for shift, factor in _FINALIZER:
         # Masked, because >> copies the sign bit of an int64.
-        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(as_int64(factor))
+        counters.bitwise_xor_((counters >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(as_int64(factor))
     # A table of the eight signs of each byte reduces the operations on the long tensor.
-    places = torch.arange(8, device=x.device)
-    octets = (x.unsqueeze(-1) >> 8 * places).bitwise_and_(255)
-    table = (torch.arange(256, device=x.device).unsqueeze(-1) >> places).bitwise_and_(1).mul_(2).sub_(1)
+    places = torch.arange(8, device=counters.device)
+    octets = (counters.unsqueeze(-1) >> 8 * places).bitwise_and_(255)
+    table = (torch.arange(256, device=counters.device).unsqueeze(-1) >> places).bitwise_and_(1).mul_(2).sub_(1)
     return table.to(dtype).index_select(0, octets.view(-1)).view(-1)

@@ -99,8 +99,7 @@ def measure_anew(state: State, param: Tensor, group: Group, shards: int) -> bool
     now = 1 if cut_by is None else cut_by[0].size(cut_by[1])
     if rows is None or "left_factor" not in state or rows.inside_blocks(shards) == rows.inside_blocks(now):
         return False
-    for key in ("left_factor", "left_root"):
-        del state[key]
+    del state["left_factor"], state["left_root"]
     init_state(state, param, group)
     state["measurements"] = torch.zeros_like(state["grad_square"])
     return True

@@ -38,7 +38,6 @@ class CompiledPass:
         loss_fn: Callable[..., Tensor],
         params: Sequence[Tensor],
         product_dtype: torch.dtype | None,
-        *,
         needs_gradient: bool = True,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
@@ -128,8 +127,7 @@ def compile_derivatives(
     # fallback_random gives the pass the same dropout masks as the gradient.
     tangents = TangentPass(product_dtype, rounds_gradient=rounds_gradient)
     options: Any = {"fallback_random": True, "post_grad_custom_pre_pass": tangents}
-    compiled: _Function = torch.compile(derivatives, fullgraph=True, dynamic=False, options=options)
-    return compiled
+    return torch.compile(derivatives, fullgraph=True, dynamic=False, options=options)
 
 
 def _in_channels_last(tensor: Tensor) -> Tensor:

@@ -57,8 +57,7 @@ def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor
         x = placeholder.expand(geometry.x) if x is None else x
         w = placeholder.expand(geometry.w) if w is None else w
         by_x, by_w, _ = torch.ops.aten.convolution_backward(y, x, w, None, *geometry.sizes, wanted)
-        gradient: Tensor = by_x if wanted[0] else by_w
-        return gradient
+        return by_x if wanted[0] else by_w  # type: ignore[no-any-return]
 
 
 class _Gradient(Function):

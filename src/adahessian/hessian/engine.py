@@ -45,12 +45,11 @@ class Engine:
         product_dtype: torch.dtype | None,
         needs_gradient: bool = True,
     ) -> None:
-        self._settings = model, loss_fn, compile, product_dtype
-        self._needs_gradient = needs_gradient
+        self._settings = model, loss_fn, compile, product_dtype, needs_gradient
         self._forget()
 
     def _forget(self) -> None:
-        self._model, self._loss_fn, self._compile, self._product_dtype = self._settings
+        self._model, self._loss_fn, self._compile, self._product_dtype, self._needs_gradient = self._settings
         self.description = "not chosen yet"
         self._params: object = None
         self._compiled: CompiledPass | None = None
@@ -60,7 +59,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop compiled code, which cannot be copied. The next batch decides again."""
-        return {"_settings": self._settings, "_needs_gradient": self._needs_gradient}
+        return {"_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -116,9 +115,8 @@ class Engine:
         self._params = key
         why_not = self.why_not_compiled(params)
         if why_not is None:
-            self._compiled = CompiledPass(
-                self._model, self._loss_fn, params, self._product_dtype, needs_gradient=self._needs_gradient
-            )
+            settings = self._product_dtype, self._needs_gradient
+            self._compiled = CompiledPass(self._model, self._loss_fn, params, *settings)
         else:
             self._do_without_compiler(why_not, warn_once if self._compile else info_once)
 

@@ -10,7 +10,7 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -58,8 +58,7 @@ class CurvatureCallback(pl.Callback):
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, **curvature_options: Any) -> None:
-        self._loss_fn = loss_fn
-        self._options = curvature_options
+        self._loss_fn, self._options = loss_fn, curvature_options
         self._curvature: Curvature[pl.LightningModule] | None = None
         self._batch_idx = 0
 
@@ -126,20 +125,17 @@ class _NoLossError(CurvatureError):
 def _side_effects_undone(module: pl.LightningModule) -> Iterator[None]:
     """Disable logging, and undo changes to attributes, such as counters, lists of outputs and metric states."""
     trainer = module.trainer
-    loggers, trainer.loggers = trainer.loggers, [pl.loggers.logger.DummyLogger() for _ in trainer.loggers]
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    try:
-        for part, attributes in before:
-            for name in attributes.keys() - _TORCH_ATTRIBUTES:
-                vars(part)[name] = _spare(attributes[name])
+    with ExitStack() as stack:
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in trainer.loggers]
+        for part in module.modules():
+            attributes = dict(vars(part))
+            stack.callback(vars(part).update, attributes)
+            stack.callback(vars(part).clear)  # runs first
+            vars(part).update({name: _spare(attributes[name]) for name in attributes.keys() - _TORCH_ATTRIBUTES})
             if isinstance(part, pl.LightningModule):
                 vars(part)["log"] = lambda *args, **kwargs: None  # log_dict calls it too
         yield
-    finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-        trainer.loggers = loggers
 
 
 def _spare(value: Any) -> Any:

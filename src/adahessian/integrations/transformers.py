@@ -88,9 +88,8 @@ class AdaHessianMixin(Trainer):
         inputs = self._prepare_inputs(inputs)
         # Each call of train may wrap the model again, and each trial of a search creates a model and an optimizer.
         if self.curvature is None or self._curvature_of != (model, self.optimizer):
-            self.curvature = prepare_curvature(
-                self.accelerator, model, self._objective, self.optimizer, **self._curvature_options
-            )
+            prepared = self.accelerator, model, self._objective, self.optimizer
+            self.curvature = prepare_curvature(*prepared, **self._curvature_options)
             self._curvature_of = (model, self.optimizer)
         self.curvature.measure(_MicroBatch(inputs, num_items_in_batch, self._count_examples(inputs)))
         return super().training_step(model, inputs, num_items_in_batch)
