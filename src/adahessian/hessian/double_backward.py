@@ -77,11 +77,10 @@ def products_of(
     probes: list[list[Tensor]] = []
     products: list[list[Tensor | None]] = []
     for probe in range(request.num_probes):
-        z = request.draw(probe)
+        probes.append(request.draw(probe))
         is_kept = probe + 1 < request.num_probes
-        hz = _differentiate(gradients, request.params, z, retain_graph=is_kept, materialize_grads=True)
+        hz = _differentiate(gradients, request.params, probes[-1], retain_graph=is_kept, materialize_grads=True)
         known = [None if gradient is None else product for gradient, product in zip(gradients, hz, strict=True)]
-        probes.append(z)
         products.append([p if p is None else p.to(torch.promote_types(p.dtype, torch.float32)) for p in known])
     return probes, products
 
