@@ -4,8 +4,6 @@
 second derivatives, which stay too large by the same factor. Second derivatives also overflow at smaller scales.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

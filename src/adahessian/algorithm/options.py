@@ -1,7 +1,5 @@
 """Validation of a parameter group's options."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Mapping

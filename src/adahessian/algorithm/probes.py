@@ -9,8 +9,6 @@ The bits come from splitmix64 (Steele, Lea and Flood, 2014), a counter with incr
 Bit ``j`` of ``word[w]`` is the sign of element ``64 w + j``. Arithmetic is modulo 2^64, which int64 tensors do exactly.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -8,8 +8,6 @@ so each block has one value (:class:`Blocks`). :class:`Factored` stores one valu
 checkpoints, shards and diagnostics read ``stored`` and work with every shape.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 PyTorch cannot differentiate a sparse gradient again. The paper also trains the tables of DLRM with Adagrad.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad

@@ -15,8 +15,6 @@ measurements     number of measurements in the Hessian momentum
 dropped          number of measurements dropped because of inf or NaN
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

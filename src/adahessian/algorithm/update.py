@@ -10,8 +10,6 @@ The state stores ``D-bar`` instead of the running sum of squares. An ordinary st
 second bias correction. The Triton version of both functions is in :mod:`adahessian.algorithm.fused`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Batches of any structure: their tensors, slices and signatures."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The library's exception, and remedies for PyTorch's error messages."""
 
-from __future__ import annotations
-
 import re
 
 import torch

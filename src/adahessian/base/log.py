@@ -1,7 +1,5 @@
 """The logger ``adahessian``. It has no handler and no level, so applications configure it like any other logger."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

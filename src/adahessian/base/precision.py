@@ -1,7 +1,5 @@
 """Code in full precision, whatever the user has enabled around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ dominate the pass if images are small. Here, the forward pass needs two sums and
 with the sum of its tangent.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm

@@ -3,8 +3,6 @@
 Some versions of PyTorch silently compute wrong second derivatives of some operations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -6,8 +6,6 @@ functions. The gradient with respect to either argument is then another of the t
 PyTorch's own second derivative convolves with kernels as large as images, for which GPUs have no fast code.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """H z by double backward, d(g . z) / d theta, which works for every model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The choice between the compiled pass and double backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors for operations whose second derivative PyTorch silently gets wrong."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial

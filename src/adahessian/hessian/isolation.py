@@ -1,7 +1,5 @@
 """A pass through a model that leaves no trace and can be differentiated twice."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -18,8 +18,6 @@ The factors s, k and f are known for all steps at once. The gradient with respec
 recurrence, :math:`\lambda = M^\top \lambda + v`. The gradient with respect to M is :math:`\lambda u^\top`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

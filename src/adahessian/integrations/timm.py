@@ -4,8 +4,6 @@ The name is ``adahessian2``, because timm has its own ``adahessian`` with other 
 how to use it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from adahessian.optimizer import AdaHessian

@@ -1,7 +1,5 @@
 """FSDP2: gather the whole model on every rank for the duration of a pass."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The mean of Hessian-vector products over micro-batches and over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
