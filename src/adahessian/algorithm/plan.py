@@ -23,16 +23,7 @@ from adahessian.algorithm import kronecker
 from adahessian.algorithm.fused import FusedTensors, can_draw, can_fuse
 from adahessian.algorithm.probes import draw_like, probe_key
 from adahessian.algorithm.shapes import Blocks, Estimate, as_real, hutchinson
-from adahessian.algorithm.state import (
-    COUNTS,
-    Group,
-    State,
-    init_state,
-    new_counts,
-    shape_here,
-    shape_of,
-    state_problem,
-)
+from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.errors import first_line
 from adahessian.base.log import logger
