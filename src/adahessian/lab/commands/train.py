@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import partial
+from inspect import cleandoc
 from itertools import takewhile
+from linecache import getlines
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from adahessian.lab.configs import PRESETS, find_preset
+from adahessian.lab.configs.checks import Options
 from adahessian.lab.configs.optimizers import OPTIMIZERS
 from adahessian.lab.configs.run import Run, RunConfig, Session, difference, label
 from adahessian.lab.errors import ConfigError, DataError, LabError, RunExistsError, StoppedError
@@ -26,8 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Options):
     """Train a task. Options default to the preset of the task and the optimizer."""
 
     seeds: tuple[int, ...] = (1,)  # Seeds, one run each.
@@ -59,8 +63,10 @@ def parse_runs(argv: Sequence[str], prog: str) -> tuple[list[Run], Session]:
         raise ConfigError(f"The first argument must be a task.\n{usage}")
     preset, optimizer = find_preset(names[0]), names[1] if len(names) > 1 else "adahessian-kron"
     default = Train(config=preset.config(optimizer), session=Session())
+    _add_help(default)
     parsed: Train = tyro.cli(
         Train,
+        description=Train.__doc__,
         args=argv[len(names) :],
         default=default,
         prog=f"{prog} {preset.name} {optimizer}",
@@ -158,6 +164,24 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
         elif unset or (values and value is not None):
             words += [f"--{option}", *map(str, values)]
     return words
+
+
+def _add_help(options: Options) -> None:
+    """Give tyro the help of each option: the comment after the option, or the docstring of a group of options.
+
+    tyro would find the same texts, but it parses the files several times.
+    """
+    comments: dict[str, str] = {}
+    for cls in reversed(type(options).__mro__):
+        source = "".join(getlines(getattr(sys.modules[cls.__module__], "__file__", "")))
+        body = re.split(r"\n\S", source.partition(f"\nclass {cls.__name__}(")[2], maxsplit=1)[0]
+        comments |= re.findall(r"^    (\w+): .*  # (.+)", body, re.MULTILINE)
+    for option in fields(options):  # type: ignore[arg-type]
+        text, value = comments.get(option.name), getattr(options, option.name)
+        if isinstance(value, Options):
+            _add_help(value)
+            text = cleandoc(value.__doc__ or "")
+        option.metadata = MappingProxyType({"help": text})
 
 
 def _finished(run: Run, session: Session, files: RunFiles, device: torch.device) -> RunResult | None:

@@ -39,7 +39,9 @@ class Options:
     _ranges: ClassVar[list[tuple[str, Range]]]
 
     def __init_subclass__(cls) -> None:
+        doc = cls.__doc__
         dataclass(frozen=True, kw_only=True)(cls)
+        cls.__doc__ = doc  # If there is none, dataclass() writes the signature.
         hints = get_type_hints(cls, include_extras=True)
         cls._ranges = [(name, each) for name, hint in hints.items() for each in _ranges_in(hint)]
 

@@ -73,11 +73,13 @@ class WithHoldout(Options):
         return self.score.on("validation" if self.holdout else "test")
 
 
+Decay = Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"]
+
+
 class ScheduleConfig(Options):
     """The learning rate of each step as a multiple of the optimizer's."""
 
-    # Learning-rate schedule after warm-up.
-    schedule: Literal["constant", "steps", "plateau", "inverse-sqrt", "cosine", "linear"] = "constant"
+    schedule: Decay = "constant"  # Learning-rate schedule after warm-up.
     lr_warmup_steps: Natural = 0  # Linear warm-up, in steps.
     decay_epochs: tuple[int, ...] = ()  # Epochs after which the schedule `steps` decays.
     decay_factor: Positive = 0.1  # Factor of each decay (steps and plateau).
