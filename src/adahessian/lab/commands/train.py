@@ -167,10 +167,7 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
 
 
 def _add_help(options: Options) -> None:
-    """Give tyro the help of each option: the comment after the option, or the docstring of a group of options.
-
-    tyro would find the same texts, but it parses the files several times.
-    """
+    """Give tyro the help of options: comments, and docstrings of groups. Its own search parses files repeatedly."""
     comments: dict[str, str] = {}
     for cls in reversed(type(options).__mro__):
         source = "".join(getlines(getattr(sys.modules[cls.__module__], "__file__", "")))
@@ -181,7 +178,8 @@ def _add_help(options: Options) -> None:
         if isinstance(value, Options):
             _add_help(value)
             text = cleandoc(value.__doc__ or "")
-        option.metadata = MappingProxyType({"help": text})
+        if text is not None:
+            option.metadata = MappingProxyType({"help": text})
 
 
 def _finished(run: Run, session: Session, files: RunFiles, device: torch.device) -> RunResult | None:
