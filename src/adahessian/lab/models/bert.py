@@ -51,8 +51,7 @@ def load_classifier(folder: Path, outputs: int, dropout: float) -> nn.Module:
         )
     except Exception as error:  # safetensors and pickle raise their own
         raise DataError(f"{folder} has no readable weights ({error}). Fetch them again.") from error
-    wrong_shape = [entry[0] for entry in report["mismatched_keys"]]
-    suspects = [*report["missing_keys"], *report["unexpected_keys"], *wrong_shape]
+    suspects = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]
     names = {name.removeprefix(f"{model.base_model_prefix}.") for name in suspects}
     if misfits := sorted(name for name in names if name.startswith(("embeddings.", "encoder."))):
         problem = f"{folder} has weights that do not fit its config.json: {', '.join(misfits[:5])}"

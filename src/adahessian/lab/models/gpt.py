@@ -1,5 +1,7 @@
 """Language models over tokens: a GPT, and an LSTM to benchmark."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -20,13 +22,11 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map activations of shape (N, T, width) to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)))
-        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
-        return out
+        return cast(Tensor, x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))))
 
 
 class GPT(nn.Module):
@@ -54,8 +54,7 @@ class GPT(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return cast(Tensor, self.head(self.norm(x)))
 
 
 class LSTM(nn.Module):
@@ -69,5 +68,4 @@ class LSTM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens of shape (N, T) to logits of shape (N, T, vocabulary)."""
-        logits: Tensor = self.head(self.recurrent(self.tokens(tokens))[0])
-        return logits
+        return cast(Tensor, self.head(self.recurrent(self.tokens(tokens))[0]))

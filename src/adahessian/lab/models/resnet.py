@@ -24,7 +24,6 @@ class Block(nn.Module):
             self.projection.extend([nn.Conv2d(width_in, width, 1, stride=stride, bias=False), nn.BatchNorm2d(width)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images to images."""
         if self.new_channels and not self.projection:
             before = self.new_channels // 2
             shortcut = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, before, self.new_channels - before))

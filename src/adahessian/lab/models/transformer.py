@@ -31,7 +31,6 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
 
     def keys_values(self, x: Tensor) -> KeysValues:
-        """Return keys and values by heads."""
         return self.split(self.key(x)), self.split(self.value(x))
 
     def forward(self, x: Tensor, keys_values: KeysValues, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -40,8 +39,7 @@ class Attention(nn.Module):
         attended = F.scaled_dot_product_attention(
             self.split(self.query(x)), *keys_values, attn_mask=mask, dropout_p=dropout, is_causal=causal
         )
-        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
-        return out
+        return cast(Tensor, self.out(attended.transpose(1, 2).flatten(2)))
 
 
 class FeedForward(nn.Sequential):
@@ -65,11 +63,9 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Map activations of shape (N, S, width) to the same shape."""
         normed = self.norm1(x)
         x = x + self.dropout(self.attention(normed, self.attention.keys_values(normed), mask))
-        out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
-        return out
+        return cast(Tensor, x + self.dropout(self.feed_forward(self.norm2(x))))
 
 
 class DecoderLayer(nn.Module):

@@ -42,8 +42,7 @@ class SoftmaxAttention(nn.Module):
         scores = query @ key.transpose(-2, -1) + torch.einsum("bhir,ijhr->bhij", query, places)
         # Minus infinity would make second derivatives NaN.
         scores = (scores / math.sqrt(query.shape[-1])).masked_fill(self.later, torch.finfo(scores.dtype).min)
-        out: Tensor = self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
-        return out
+        return cast(Tensor, self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2)))
 
 
 class MultiLinearAttention(nn.Module):
@@ -78,8 +77,7 @@ class MultiLinearAttention(nn.Module):
         pairs = (self.core * query)[:, :, None] * keys * self.earlier[..., None]
         product = pairs.flatten(1, 2) @ value.transpose(1, 2)
         masked = product.view(batch, length, length, length) * self.earlier[:, None]
-        out: Tensor = self.out(masked.flatten(2))
-        return out
+        return cast(Tensor, self.out(masked.flatten(2)))
 
 
 class Layer(nn.Module):
@@ -96,10 +94,8 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map activations of shape (N, segment, width) to the same shape."""
         x = self.norm1(x + self.dropout(self.attention(x)))
-        out: Tensor = self.norm2(x + self.dropout(self.down(self.dropout(F.relu(self.up(x))))))
-        return out
+        return cast(Tensor, self.norm2(x + self.dropout(self.down(self.dropout(F.relu(self.up(x)))))))
 
 
 class FullSoftmax(nn.Module):
@@ -171,5 +167,4 @@ class WordTransformer(nn.Module):
         x = self.dropout(self.words(words) * math.sqrt(self.words.embedding_dim))
         for layer in self.layers:
             x = layer(x)
-        log_probs: tuple[Tensor, Tensor] = self.softmax(self.dropout(x), targets)
-        return log_probs
+        return cast(tuple[Tensor, Tensor], self.softmax(self.dropout(x), targets))

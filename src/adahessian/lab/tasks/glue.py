@@ -15,22 +15,19 @@ from adahessian.lab.tasks.task import Env, ExampleTask, split_holdout, to_device
 
 SentenceBatch = dict[str, Tensor]
 
-_EVALUATION_BATCH = 128
-
 
 class GlueTask(ExampleTask[SentenceBatch]):
     """A dataset of GLUE, whose batches are tokenized when they are needed."""
 
     def __init__(self, config: GlueConfig, env: Env) -> None:
-        self.checkpoint = env.data_dir / config.model
-        if not self.checkpoint.is_dir():
-            self.checkpoint = Path(config.model)
+        inside, elsewhere = env.data_dir / config.model, Path(config.model)
+        self.checkpoint = inside if inside.is_dir() else elsewhere
         if not self.checkpoint.is_dir():
             raise DataError(f"--model {config.model} is not a folder in {env.data_dir}. Put a checkpoint there.")
         self.tokenizer = load_tokenizer(self.checkpoint, config.max_length)
         self.format, self.test_parts = FORMATS[config.dataset], config.dev_sets
-        files = ("train", *config.dev_sets)
-        self.parts = {name: read_sentences(env.data_dir / "glue", self.format, name) for name in files}
+        names = ("train", *self.test_parts)
+        self.parts = {name: read_sentences(env.data_dir / "glue", self.format, name) for name in names}
         texts, labels = self.parts["train"]
         kept, held_out = split_holdout(len(texts), config.holdout)
         for name, indices in {"train": kept, "validation": held_out}.items():
@@ -48,7 +45,6 @@ class GlueTask(ExampleTask[SentenceBatch]):
             yield self.batch(self.parts["train"], share)
 
     def batch(self, examples: tuple[Texts, Tensor], indices: Tensor) -> SentenceBatch:
-        """Return some examples as a batch."""
         texts, labels = examples
         tokens = tokenize([texts[i] for i in indices.tolist()], self.tokenizer, self.config.max_length)
         return to_device({**tokens, "labels": labels[indices]}, self.env.device)
@@ -62,11 +58,10 @@ class GlueTask(ExampleTask[SentenceBatch]):
         return (logits.squeeze(-1) - batch["labels"]).square().mean()
 
     def scores(self, model: nn.Module, examples: tuple[Texts, Tensor]) -> dict[str, float]:
-        """Return the scores of the dataset."""
         texts, labels = examples
         # Sentences of similar length need little padding.
         order = torch.tensor([sum(map(len, text)) for text in texts]).argsort()
-        batches = (self.batch(examples, indices) for indices in order.split(_EVALUATION_BATCH))
+        batches = (self.batch(examples, indices) for indices in order.split(128))
         logits = torch.cat([_logits(model, batch) for batch in batches]).float().cpu()
         return glue_scores(self.config.score.name, logits, labels[order])
 

@@ -87,7 +87,6 @@ class ClassificationTask(ExampleTask[Tensors]):
     eval_batch_size: int
 
     def build_model(self) -> nn.Module:
-        """Return a new network."""
         model = self.network().to(self.env.device)
         if self.env.device.type == "cuda":
             torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -32,7 +32,6 @@ class SegmentTask(Task[Tensors]):
         self.steps_per_epoch = (len(self.train) - length) // (length * self.batch_size)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
-        """Yield segments of the training text."""
         length = self.length
         generator = random_stream("segments", self.env.seed, epoch)
         offset = int(torch.randint(length, (), generator=generator))
@@ -54,8 +53,7 @@ class SegmentTask(Task[Tensors]):
             losses = self.token_losses(model, text[places].long(), text[places + 1].long())
             total += losses.double().where(inside, 0.0).sum()
             count += inside.sum()
-        mean: Tensor = total / count
-        return mean
+        return cast(Tensor, total / count)
 
     @abstractmethod
     def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
@@ -71,7 +69,6 @@ class WordTask(SegmentTask):
         self.vocabulary = len(words)
 
     def build_model(self) -> WordTransformer:
-        """Return a new network."""
         return WordTransformer(self.vocabulary, self.config).to(self.env.device)
 
     def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
@@ -80,10 +77,8 @@ class WordTask(SegmentTask):
         return self.token_losses(model, tokens, following, self.config.label_smoothing).mean()
 
     def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return the loss of each word."""
         log_prob, over_words = model(tokens, following)
-        losses: Tensor = -((1 - smoothing) * log_prob + smoothing * over_words)
-        return losses
+        return cast(Tensor, -((1 - smoothing) * log_prob + smoothing * over_words))
 
     def evaluate(self, model: nn.Module, *, final: bool = False) -> dict[str, float]:
         """Return perplexities. Of the training text, only the final test reads more than every tenth segment."""
@@ -102,18 +97,15 @@ class GPTTask(SegmentTask):
         super().__init__(config, env, text, config.context)
 
     def build_model(self) -> GPT:
-        """Return a new GPT."""
         config = self.config
         sizes = config.layers, config.width, config.heads, config.vocabulary, config.context
         return GPT(*sizes, dropout=config.dropout).to(self.env.device)
 
     def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """Return the cross entropy, the mean over tokens."""
         tokens, following = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), following.flatten())
 
     def token_losses(self, model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
-        """Return the loss of each token."""
         losses = F.cross_entropy(model(tokens).flatten(0, 1), following.flatten(), reduction="none")
         return losses.view_as(following)
 

@@ -66,7 +66,6 @@ class ClickTask(ExampleTask[Tensors]):
         self.parts = {"training": rows[: self.count], "validation": rows[self.count :], "test": test}
 
     def build_model(self) -> nn.Module:
-        """Return a new DLRM."""
         return DLRM(self.config).to(self.env.device)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
@@ -78,16 +77,13 @@ class ClickTask(ExampleTask[Tensors]):
                 yield tuple(map(self.env.my_share, batch))
 
     def loss(self, model: nn.Module, batch: Tensors) -> Tensor:
-        """Return the mean binary cross entropy."""
         numbers, categories, labels = batch
         return F.binary_cross_entropy_with_logits(model(numbers, categories), labels)
 
     def scores(self, model: nn.Module, examples: Rows) -> dict[str, float]:
-        """Return accuracy, AUC and log loss of some rows."""
         batches = self._examples(examples, _ROWS_AT_ONCE)
         found = [(model(numbers, categories).float().cpu(), labels.cpu()) for numbers, categories, labels in batches]
-        logits, labels = map(torch.cat, zip(*found, strict=True))
-        return click_scores(logits, labels)
+        return click_scores(*map(torch.cat, zip(*found, strict=True)))
 
     def _examples(self, rows: Rows, count: int) -> Iterator[Tensors]:
         """Yield ``count`` rows at a time, and the rest."""

@@ -89,7 +89,6 @@ class PINNTask(Task[Tensors]):
         return solution, force
 
     def build_model(self) -> nn.Module:
-        """Return a new network in float64."""
         config = self.config
         return LaplacianMLP(config.dimensions, config.width, config.depth).double().to(self.env.device)
 

@@ -77,8 +77,7 @@ def load_task(config: RunConfig, env: Env) -> Task[Any]:
     name = f"{config_class.__name__.removesuffix('Config')}Task"
     if not hasattr(module, name):
         raise ConfigError(f"{config_class.__name__} has no task in {module.__name__}. Call the task's class {name}.")
-    task: Task[Any] = getattr(module, name)(config.task, env)
-    return task
+    return cast(Task[Any], getattr(module, name)(config.task, env))
 
 
 class ExampleTask(Task[Batch]):
@@ -133,7 +132,6 @@ class TensorTask(ExampleTask[Tensors]):
         self.parts = {"training": tuple(each[kept] for each in training), "validation": validation, "test": test}
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[Tensors]:
-        """Yield batches, in another order each epoch."""
         for share in self.shares(epoch, skip):
             indices = share.to(self.env.device)
             yield tuple(each[indices] for each in self.parts["training"])
@@ -142,9 +140,8 @@ class TensorTask(ExampleTask[Tensors]):
         """Return accuracy in % and mean loss."""
         inputs, labels = examples
         logits = model(inputs)
-        correct = (logits.argmax(1) == labels).sum()
-        correct_count, loss = torch.stack((correct, cross_entropy(logits, labels))).tolist()
-        return {"accuracy": 100 * correct_count / len(labels), "loss": loss}
+        hits, loss = (logits.argmax(1) == labels).sum(), cross_entropy(logits, labels)
+        return {"accuracy": 100 * hits.item() / len(labels), "loss": loss.item()}
 
 
 def split_holdout(count: int, holdout: int) -> tuple[Tensor, Tensor]:

@@ -56,11 +56,9 @@ class TranslationTask(Task[PairBatch]):
             raise ConfigError(f"{options} leave none of {len(training[0]):,} training pairs. Increase one of them.")
 
     def build_model(self) -> Transformer:
-        """Return a new Transformer."""
         return Transformer(self.subwords.get_vocab_size(), self.config).to(self.env.device)
 
     def batches(self, epoch: int, skip: int = 0) -> Iterator[PairBatch]:
-        """Yield batches of pairs of about the same length."""
         return (to_device(batch, self.env.device) for batch in self.training.epoch(epoch, skip))
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
@@ -126,5 +124,4 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], corpus: Corpus) -
         return dict.fromkeys(("bleu", "bleu_detokenized"), score(hypotheses, references, "13a"))
     detokenize = MosesDetokenizer(corpus.languages[1]).detokenize
     plain, plain_references = ([detokenize(text.split()) for text in texts] for texts in (hypotheses, references))
-    of_plain_text = score(plain, plain_references, "13a")
-    return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": of_plain_text}
+    return {"bleu": score(hypotheses, references, "none"), "bleu_detokenized": score(plain, plain_references, "13a")}
