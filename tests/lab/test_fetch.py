@@ -87,7 +87,7 @@ def test_a_failure_leaves_nothing_behind(run, server, tmp_path, tmp_path_factory
 
 def test_every_task_has_a_source(tmp_path, capsys):
     for name, preset in PRESETS.items():
-        assert bool(downloads_of(name) or instructions_of(name)) != preset.needs_no_data
+        assert bool(downloads_of(name) or instructions_of(name)) != (preset.data == fetch.NO_DATA)
         assert all(published.url.startswith("https://") for published in downloads_of(name))
     assert [each.folder for each in downloads_of("ptb-tensorized")] == ["ptb"] * 3
     assert "MRPC" in instructions_of("glue-mrpc")

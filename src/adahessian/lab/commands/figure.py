@@ -1,7 +1,6 @@
 """`adahessian figure`: one figure of the paper, or of runs, as a file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -9,14 +8,14 @@ import tyro
 from matplotlib.figure import Figure
 from tyro.conf import Positional
 
+from adahessian.lab.configs.checks import Options
 from adahessian.lab.errors import ConfigError
 from adahessian.lab.paper_figures import surface, walks
 from adahessian.lab.paper_figures.style import save
 from adahessian.lab.results import frames, plots
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
+class Drawing(Options):
     """Draw figure 1, 2 or 3 of the paper, or a figure of runs. Figures 1 and 3 are computed on the spot."""
 
     # Figure of the paper, or of runs: by budget, by learning rate, by cost, or every seed.
@@ -30,7 +29,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> None:
     """Draw the figure and write it."""
-    options = tyro.cli(Options, args=argv, prog="adahessian figure")
+    options = tyro.cli(Drawing, args=argv, prog="adahessian figure")
     path = options.output or Path(f"figure-{options.name}.png")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--output {path} has an unsupported suffix. Pass a .png, .svg or .pdf file.")
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"{path} shows figure {options.name}.")
 
 
-def _draw(options: Options) -> Figure:
+def _draw(options: Drawing) -> Figure:
     if options.name == "1":
         return walks.draw_quadratic()
     if options.name == "3":

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import tyro
 from matplotlib.figure import Figure
 from tyro.conf import Positional
 
+from adahessian.lab.configs.checks import Options
 from adahessian.lab.configs.run import Metric
 from adahessian.lab.errors import RunFileError
 from adahessian.lab.paper_figures.style import save
@@ -24,8 +24,7 @@ from adahessian.lab.training.atomic_files import atomic_write
 _NUMBERS = ("seeds", "diverged", "training loss", "ms per step")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Options):
     """Show runs: tables on the terminal, and a page with tables and figures."""
 
     paths: Positional[tuple[Path, ...]] = (Path("runs"),)  # Run files, or folders to search for run files.
@@ -39,10 +38,8 @@ def main(argv: Sequence[str]) -> None:
     """Read runs and show them."""
     options = tyro.cli(Report, args=argv, prog="adahessian report")
     paths = [path for path in options.paths if path.exists()]
-    if len(paths) < len(options.paths) and not options.missing:
-        raise RunFileError(
-            f"{min({*options.paths} - {*paths})} does not exist. Pass the --output of `adahessian train`."
-        )
+    if (absent := {*options.paths} - {*paths}) and not options.missing:
+        raise RunFileError(f"{min(absent)} does not exist. Pass the --output of `adahessian train`.")
     runs, bench = frames.runs(paths, warn=partial(print, file=sys.stderr)), frames.bench(paths)
     if options.missing:
         print("\n".join(tables.missing(runs)))
@@ -110,6 +107,9 @@ def _markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: P
             raise RunFileError(f"There are no runs of {task}, {label}. Add such runs, or change the template.")
         return found
 
+    def as_text(value: Any) -> Any:
+        return tables.text(value) if isinstance(value, pd.DataFrame) else value
+
     def figure(name: str, task: str) -> str:
         path = folder / f"{name}-{task}.png"
         figures[path] = plots.draw(name, of(task))
@@ -130,7 +130,7 @@ def _markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: P
         "figure": figure,
     }
     try:
-        text = _environment(template.parent, finalize=_as_text).get_template(template.name).render(names)
+        text = _environment(template.parent, finalize=as_text).get_template(template.name).render(names)
     except jinja2.TemplateError as error:
         raise RunFileError(f"{template} cannot be rendered ({error}). Correct the template.") from error
     return text, figures
@@ -153,10 +153,6 @@ def _provenance(runs: pd.DataFrame) -> pd.DataFrame:
     origins["versions"] = [" ".join(f"{name} {version}" for name, version in of.items()) for of in origins.versions]
     origins["hardware"] = [frames.hardware(origin) for _, origin in origins.iterrows()]
     return each.join(origins[["command", "commit", "date", "hardware", "versions"]]).astype(str)
-
-
-def _as_text(value: Any) -> Any:
-    return tables.text(value) if isinstance(value, pd.DataFrame) else value
 
 
 def _environment(folder: Path, **options: Any) -> jinja2.Environment:

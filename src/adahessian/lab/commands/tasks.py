@@ -8,7 +8,7 @@ import tyro
 from tyro.conf import Positional
 
 from adahessian.lab.commands.train import program, typed
-from adahessian.lab.configs import PRESETS, Preset, find_preset
+from adahessian.lab.configs.presets import NO_DATA, PRESETS, Preset, find_preset
 from adahessian.lab.configs.run import options_of
 
 
@@ -44,5 +44,5 @@ def _description(preset: Preset) -> Iterator[str]:
     for row in rows:
         settings = f"{row['optimizer']} {row['override']}".strip()
         yield f"  {row['table']}, {settings}: {row['metric']} {row['mean']}{' ± ' * bool(row['std'])}{row['std']}"
-    data = "" if preset.needs_no_data else " --data-dir DIR"
+    data = "" if preset.data == NO_DATA else " --data-dir DIR"
     yield f"\nTo train it: {' '.join(program())} train {preset.name}{data}"

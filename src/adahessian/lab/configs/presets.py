@@ -26,11 +26,6 @@ class Preset:
     make: Make  # returns the settings by optimizer
 
     @property
-    def needs_no_data(self) -> bool:
-        """Whether the data comes with a package or is computed."""
-        return self.data == NO_DATA
-
-    @property
     def optimizers(self) -> tuple[str, ...]:
         """Names of the optimizers that the experiment has settings for."""
         return tuple(self.make())
