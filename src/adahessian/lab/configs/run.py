@@ -139,10 +139,8 @@ class Run:
 
 def options_of(config: RunConfig) -> dict[str, Any]:
     """Return the options of a run as a flat dict, as they are typed (with underscores)."""
-    options: dict[str, Any] = {}
-    for name, value in asdict(config).items():
-        options |= value if name in ("task", "optimizer", "schedule") else {name: value}
-    return options
+    options = asdict(config)
+    return {**options.pop("task"), **options.pop("optimizer"), **options.pop("schedule"), **options}
 
 
 def difference(config: RunConfig, other: RunConfig) -> dict[str, Any]:

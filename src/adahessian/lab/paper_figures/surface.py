@@ -63,10 +63,7 @@ def measure_surface(model: nn.Module, loss: Callable[[], Tensor]) -> Surface:
 
 
 def leading_eigenpairs(loss: Tensor, weight: nn.Parameter) -> tuple[np.ndarray, Tensor]:
-    """Return the two eigenvalues of largest magnitude, the larger one first, and the eigenvectors, shaped like weights.
-
-    Hessian-vector products are exact, by double backward.
-    """
+    """Return the two eigenvalues of largest magnitude, the larger first, and the eigenvectors, shaped like weights."""
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
 
     def product(vector: np.ndarray) -> np.ndarray:

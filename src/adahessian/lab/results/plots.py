@@ -103,12 +103,10 @@ def curves(rows: pd.DataFrame, metric: Metric, title: str = "") -> Figure:
     return _with_legend(figure, axes)
 
 
-DRAWN = {"race": race, "lr": lr_sensitivity, "cost": cost_against_quality, "seeds": every_seed}
-
-
 def draw(name: str, runs: pd.DataFrame) -> Figure:
     """Return a figure of the runs of one task."""
-    return DRAWN[name](runs, metric_of(runs), heading(runs.task.iloc[0]))
+    drawn = {"race": race, "lr": lr_sensitivity, "cost": cost_against_quality, "seeds": every_seed}
+    return drawn[name](runs, metric_of(runs), heading(runs.task.iloc[0]))
 
 
 def svg(figure: Figure, salt: str) -> str:

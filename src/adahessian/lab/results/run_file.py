@@ -42,8 +42,7 @@ class RunResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file. Values that are not finite become null."""
-        content: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
-        return {"schema": SCHEMA, **content}
+        return {"schema": SCHEMA, **json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)}
 
 
 def read_run(path: Path) -> RunResult:

@@ -31,9 +31,8 @@ def sections(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 def text(table: pd.DataFrame, form: str = "pipe", width: int | None = None) -> str:
     """Return a table as Markdown or in another of tabulate's formats, with columns of limited width."""
     look: Any = {"tablefmt": form, "maxcolwidths": width, "disable_numparse": True, "break_on_hyphens": False}
-    return tabulate(
-        table.to_dict("list"), [*table], colalign=["left" if name in WORDS else "right" for name in table], **look
-    )
+    sides = ["left" if name in WORDS else "right" for name in table]
+    return tabulate(table.to_dict("list"), [*table], colalign=sides, **look)
 
 
 def number(value: float | None, digits: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from filelock import FileLock, Timeout
@@ -31,13 +31,12 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint, which holds tensors and plain values only and cannot execute code."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        return cast(dict[str, Any], torch.load(path, map_location=device, weights_only=True))
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged or not a checkpoint"
         raise CheckpointError(
             f"{path} cannot be read: {reason}. Restore it, or pass --overwrite to start over."
         ) from error
-    return content
 
 
 @contextmanager

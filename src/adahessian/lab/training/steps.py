@@ -29,17 +29,17 @@ def fallbacks() -> Iterator[list[str]]:
     """Collect the library's messages about steps that are not compiled or not captured, although they should be."""
     found: list[str] = []
 
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if re.search("not (compiled|captured)|neither compiled nor captured", record.getMessage()):
-                found.append(record.getMessage())
+    def collect(record: logging.LogRecord) -> bool:
+        if re.search("not (compiled|captured)|neither compiled nor captured", record.getMessage()):
+            found.append(record.getMessage())
+        return True
 
     warn_once.cache_clear()  # earlier runs of this process may have logged the same
-    logger.addHandler(handler := Collector())
+    logger.addFilter(collect)
     try:
         yield found
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(collect)
 
 
 def make_step(

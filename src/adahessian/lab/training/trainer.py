@@ -104,9 +104,8 @@ class Trainer:
         self.loss_sum = torch.zeros((), device=device)
         # Everything is loaded by now, so a run that cannot start deletes nothing.
         if session.overwrite and rank() == 0:
-            self.files.result.unlink(missing_ok=True)
-            self.files.checkpoint.unlink(missing_ok=True)
-            self.files.weights.unlink(missing_ok=True)
+            for file in (self.files.result, self.files.checkpoint, self.files.weights):
+                file.unlink(missing_ok=True)
         elif not session.overwrite and self.files.checkpoint.exists():
             self._resume()
         self.state.provenance.append(provenance(run.seed))
