@@ -6,6 +6,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -137,11 +138,13 @@ class Curvature(Generic[Model]):
         if not (is_next or optimizer.curvature_due):
             return False
         try:
-            batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+            if self.batch_fraction < 1:
+                batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
-            with gathered(self.model, request.params) as params:
+            is_distributed = dist.is_available() and dist.is_initialized()
+            with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
                 measure = partial(self.engine.measure, batch, request._replace(params=params))
                 derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
             # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.

@@ -122,21 +122,17 @@ def _join_convolutions(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             for place, dim in joined.items():
                 parts = [source.args[place] for source in sources]
-                args[place] = _call(graph, aten.cat.default, parts, dim)
+                args[place] = graph.call_function(aten.cat.default, (parts, dim))
                 with node.meta["val"].fake_mode:
                     args[place].meta["val"] = torch.cat([part.meta["val"] for part in parts], dim)
-            result = _call(graph, target, *args)
+            result = graph.call_function(target, tuple(args))
             result.meta["val"] = sources[0].meta["val"]
             if index is not None:
-                result = _call(graph, operator.getitem, result, index)
+                result = graph.call_function(operator.getitem, (result, index))
                 result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result)
         for old in dict.fromkeys((node, *terms, *sources)):
             graph.erase_node(old)
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any) -> Any:
-    return graph.call_function(target, args)
 
 
 def _kind_of_convolution(node: Any) -> Any:
