@@ -216,7 +216,7 @@ def fold(pointers, layout, tiles, flags, weights):
         # Like torch.lerp, this starts from the nearer end, so a weight of 1 gives exactly the new value.
         change = square - previous
         folded = tl.where(weight < 0.5, previous + weight * change, square - change * (1.0 - weight))
-        tl.store(rms_at + lane, tl.sqrt(folded), mask=inside & ~(unmeasured & untouched))
+        tl.store(rms_at + lane, tl.sqrt_rn(folded), mask=inside & ~(unmeasured & untouched))
 
 
 @triton.jit(do_not_specialize=["key"])

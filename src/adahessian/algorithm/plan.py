@@ -184,7 +184,8 @@ class Bucket:
             for param, place in zip(self.params, counts.unbind(), strict=True):
                 own = state.get(param)
                 if own and (is_joined or not isinstance(own.get(name), Tensor)):
-                    place.copy_(torch.as_tensor(own.get(name, 0.0)))
+                    if name in own:  # copying a number from the host would synchronize
+                        place.copy_(torch.as_tensor(own[name]))
                     own[name] = place if is_joined else place.clone()
             if is_joined:
                 self._counts[name] = counts
