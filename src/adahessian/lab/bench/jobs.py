@@ -67,7 +67,7 @@ def prepare(job: Job) -> tuple[Training, Row]:
     on_gpu, captured = job.device.type == "cuda", job.mode == "captured"
     if on_gpu:
         set_precision("tf32")
-        # cuDNN keeps its default choice of kernels. Its benchmark mode chooses others in each process.
+        torch.backends.cudnn.benchmark = True  # as `train` does
         start(job._replace(label="", mode="eager", config=configs.SGD(lr=LR)))()  # one-time allocations do not count
     before = _held(captured=captured) if on_gpu else 0
     training = start(job)
