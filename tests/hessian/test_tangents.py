@@ -10,7 +10,6 @@ from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import grad, jvp
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_leaves
 
 from adahessian.hessian import tangents
 from adahessian.hessian.compiled import CompiledPass
@@ -180,32 +179,6 @@ def test_all_other_products_stay(function, inputs):
 def product_along(weight, direction, x):
     """The gradient of a small network, and its derivative along a marked direction."""
     return jvp(grad(lambda weight: (x @ weight).tanh().square().sum()), (weight,), (mark(direction),))
-
-
-@pytest.mark.parametrize(("options", "joined"), [({}, 3), ({"stride": 2, "padding": 1}, 3), ({"groups": 3}, 0)])
-def test_two_convolutions_of_a_sum_are_joined(options, joined):
-    """Those of the product rule: of the result, of the gradient of images and of that of the kernel."""
-
-    def along(images, kernel, x, k):
-        def gradients(images, kernel):
-            result = torch.conv2d(images, kernel, **options)
-            return result, grad(lambda *each: torch.conv2d(*each, **options).square().sum(), (0, 1))(images, kernel)
-
-        return jvp(gradients, (images, kernel), (mark(x), mark(k)))
-
-    kernel = torch.randn(6, 3 // options.get("groups", 1), 3, 3)
-    inputs = (IMAGES, kernel, torch.randn_like(IMAGES), torch.randn_like(kernel))
-    before, expected = products(traced(along, *inputs).graph), along(*inputs)
-    module = passed(traced(along, *inputs), torch.bfloat16)
-    assert targets(module.graph)[aten.cat.default] >= 2 * joined
-    assert (products(module.graph) < before) == bool(joined)
-    for found, wanted in zip(tree_leaves(module(*inputs)), tree_leaves(expected), strict=True):
-        assert (found - wanted).norm() < 0.02 * wanted.norm()
-
-
-def test_convolutions_with_a_bias_are_not_joined():
-    module = traced(lambda x, k, b: torch.conv2d(x, k, b) + torch.conv2d(x, k, b), IMAGES, KERNEL, torch.ones(4))
-    assert products(passed(module, torch.bfloat16).graph) == 2
 
 
 def test_what_a_direction_feeds_is_rounded_and_what_it_does_not_feed_is_not():

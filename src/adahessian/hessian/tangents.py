@@ -1,15 +1,10 @@
-"""Tangents in a compiled pass: remove products that are zero, join convolutions, and round what only ``H z`` needs.
+"""Tangents in a compiled pass: round operands that only ``H z`` needs, and remove products that are zero.
 
 Forward-over-reverse differentiation computes the gradient together with its tangent. Two thirds of the matrix products
 and convolutions belong to the tangent. Rounding their operands to bfloat16 changes no bit of the gradient. The error
 that rounding adds to ``H z`` is far below the error of Hutchinson's estimate. If nobody uses the gradient, as on a
 slice of the batch, its products are rounded too.
 """
-
-from __future__ import annotations
-
-import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -51,14 +46,12 @@ class TangentPass(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place."""
-        _remove_zero_products(graph)
-        if self.dtype is not None:
-            _join_convolutions(graph)
         marks = [node for node in graph.nodes if node.target is torch.ops.adahessian.tangent.default]
         tangents = set(marks)
         for node in graph.nodes:
             if not tangents.isdisjoint(node.all_input_nodes):
                 tangents.add(node)
+        _remove_zero_products(graph)
         if self.dtype is not None:
             rounded: dict[fx.Node, fx.Node] = {}
             for node in list(graph.nodes):
@@ -104,51 +97,6 @@ def _replace_by_zeros(graph: fx.Graph, node: fx.Node) -> fx.Node:
     node.replace_all_uses_with(zero)
     graph.erase_node(node)
     return zero
-
-
-def _join_convolutions(graph: fx.Graph) -> None:
-    """Compute the sum of two convolutions as one, because small ones take a GPU as long as one of twice the size.
-
-    The product rule gives x' * w + x * w' = [x', x] * [w, w'], and such a sum for each of the two gradients.
-    """
-    for node in list(graph.nodes):
-        terms: Any = node.args if node.target is aten.add.Tensor and not node.kwargs else ()
-        kinds = list(map(_kind_of_convolution, terms))
-        if not terms or kinds[0] is None or kinds[0] != kinds[1]:
-            continue
-        target, index, joined, _ = kinds[0]
-        sources = [term if index is None else term.args[0] for term in terms]
-        args = list(sources[0].args)
-        with graph.inserting_before(node):
-            for place, dim in joined.items():
-                parts = [source.args[place] for source in sources]
-                args[place] = graph.call_function(aten.cat.default, (parts, dim))
-                with node.meta["val"].fake_mode:
-                    args[place].meta["val"] = torch.cat([part.meta["val"] for part in parts], dim)
-            result = graph.call_function(target, tuple(args))
-            result.meta["val"] = sources[0].meta["val"]
-            if index is not None:
-                result = graph.call_function(operator.getitem, (result, index))
-                result.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(result)
-        for old in dict.fromkeys((node, *terms, *sources)):
-            graph.erase_node(old)
-
-
-def _kind_of_convolution(node: Any) -> Any:
-    """Return the operation, the index of its result, where and how to join its operands, and its options."""
-    if not isinstance(node, fx.Node) or len(node.users) != 1:
-        return None
-    source: Any = node.args[0] if node.target is operator.getitem else node
-    if node.target is aten.convolution.default and node.args[2] is None:
-        index, joined, options = None, {0: 1, 1: 1}, node.args[3:]
-    elif source.target is _BACKWARD and sum(source.args[-1]) == 1 and node.args[1] in (0, 1):
-        index, options = node.args[1], source.args[3:-1]
-        joined = {0: 0, 1: 0} if index else {0: 1, 2: 0}
-    else:
-        return None
-    *_, is_transposed, _, groups = options
-    return None if is_transposed or groups != 1 else (source.target, index, joined, list(options))
 
 
 def _round_operands(graph: fx.Graph, product: fx.Node, rounded: dict[fx.Node, fx.Node], dtype: torch.dtype) -> None:
