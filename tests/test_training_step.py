@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from adahessian import AdaHessian, AdaHessianKron, Curvature, CurvatureError, TrainingStep, training_step
+from adahessian.algorithm import plan
 from adahessian.cuda_graphs import CannotCapture
 from adahessian.hessian import compiled
 from adahessian.hessian.double_backward import Derivatives
@@ -448,6 +449,80 @@ def test_the_update_of_kronecker_factors_is_captured_and_follows_a_schedule(
     torch.testing.assert_close(trained(TrainingStep), trained(in_a_loop), rtol=1e-4, atol=1e-5)
     assert sum(not graph.rehearse for graph in graphs) == (0 if fails else 2)  # the roots and the step
     assert any("The update is not captured: it waits" in message for message in said.messages) == fails
+
+
+class SharedMemory(PretendedGraph):
+    """A replay overwrites the results of graphs that were captured later in the same memory."""
+
+    def __init__(self, function, model, memory=None, rehearse=True):
+        self.memory = memory
+        super().__init__(function, model, memory, rehearse)
+
+    def replay(self):
+        result = super().replay()
+        for later in self.captured[self.captured.index(self) + 1 :] if not self.rehearse else ():
+            for tensor in self.tensors(later._result) if later.memory is self.memory else ():
+                tensor.fill_(torch.nan)
+        return result
+
+
+def kron_trained(make_step, change, *, steps=10, **options):
+    torch.manual_seed(0)
+    model = MLP.model(torch.float32)
+    optimizer = AdaHessianKron(model.parameters(), lr=0.01, curvature_every=2, curvature_warmup=0)
+    step = make_step(Curvature(model, MLP.loss, optimizer, compile=False, **options))
+    for number in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + number)
+        batch = MLP.batch(torch.float32, seed=number)
+        step(change(optimizer, batch) if number >= steps // 2 else batch)
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_captured_updates_keep_the_results_of_graphs_captured_after_them(graphs, monkeypatch, fraction):
+    monkeypatch.setattr(training_step, "CapturedFunction", SharedMemory)
+
+    def shorten(optimizer, batch):
+        return tuple(part[:12] for part in batch)
+
+    ways = [kron_trained(way, shorten, steps=120, batch_fraction=fraction) for way in (TrainingStep, in_a_loop)]
+    torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5)
+
+
+def load_own_state(optimizer, batch):
+    optimizer.load_state_dict(optimizer.state_dict())
+    return batch
+
+
+def add_frozen_group(optimizer, batch):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3), requires_grad=False)]})
+    return batch
+
+
+def make_lr_a_tensor(optimizer, batch):
+    optimizer.param_groups[0]["lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
+    return batch
+
+
+@pytest.mark.parametrize("change", [load_own_state, add_frozen_group, make_lr_a_tensor])
+def test_captured_updates_read_current_numbers_after_their_bucket_was_rebuilt(graphs, change):
+    ways = [kron_trained(way, change, batch_fraction=0.5) for way in (TrainingStep, in_a_loop)]
+    torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5)
+
+
+def test_large_updates_run_one_after_another(graphs, monkeypatch):
+    monkeypatch.setattr(plan, "_SMALL", 0)
+    together = []
+    monkeypatch.setattr(PretendedMemory, "side_by_side", lambda self, updates: together.append(len(updates)))
+    kron_trained(TrainingStep, lambda optimizer, batch: batch)
+    assert set(together) == {1}
+
+
+def test_the_oldest_captured_updates_make_room(graphs, monkeypatch):
+    monkeypatch.setattr(training_step, "_MOST_UPDATES", 2)
+    ways = [kron_trained(way, add_frozen_group, batch_fraction=0.5) for way in (TrainingStep, in_a_loop)]
+    torch.testing.assert_close(*ways, rtol=1e-4, atol=1e-5)
 
 
 def test_batches_on_another_device_are_not_captured(graphs, monkeypatch):

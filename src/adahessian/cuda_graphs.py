@@ -37,11 +37,13 @@ class Memory:
         streams = (current := torch.cuda.current_stream()), *self.others
         for other in self.others:
             other.wait_stream(current)
-        for number, function in enumerate(functions):
-            with torch.cuda.stream(streams[number % len(streams)]):
-                function()
-        for other in self.others:
-            current.wait_stream(other)
+        try:
+            for number, function in enumerate(functions):
+                with torch.cuda.stream(streams[number % len(streams)]):
+                    function()
+        finally:
+            for other in self.others:  # also after an error, because a capture cannot end while streams are apart
+                current.wait_stream(other)
 
 
 class CapturedFunction(Generic[Result]):

@@ -372,7 +372,7 @@ class AdaHessian(Optimizer):
 
 
 def _check_gradients(group: Group) -> None:
-    """Raise a RuntimeError if a gradient is sparse, but its group is not, or has a weight decay."""
+    """Raise a RuntimeError if a sparse gradient is in a group without ``sparse=True`` or with weight decay."""
     for param in group["params"]:
         if param.grad is not None and param.grad.is_sparse:
             if not group["sparse"]:

@@ -29,7 +29,7 @@ from adahessian.optimizer import AdaHessian
 Loss: TypeAlias = Callable[[Any], Tensor]
 Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
 
-_MOST_UPDATES = 64  # captured updates. Each bucket of parameters has one or two
+_MOST_UPDATES = 64  # captured updates. Each kind of batch has two: of the roots and of the step
 _TENSORS = operator.attrgetter("_parameters", "_buffers")
 
 
@@ -105,7 +105,9 @@ class TrainingStep:
         self._graphs: dict[Hashable, _Graphs | None] = {}
         self._updates: dict[Hashable, CapturedFunction[Any] | None] = {}
         self._captures_updates = True
+        # Other memory for updates. Graphs of another kind of batch could be captured into memory that they reuse.
         self._memory: Memory
+        self._update_memory: Memory
         self._modules: list[nn.Module] = []
         self._look: object = None
 
@@ -164,7 +166,7 @@ class TrainingStep:
         """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
-                self._graphs, self._updates, self._memory = {}, {}, Memory()
+                self._graphs, self._updates, self._memory, self._update_memory = {}, {}, Memory(), Memory()
             autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             kind = key, tuple(map(id, params)), tuple([module.training for module in self._modules]), autocast
             try:
@@ -183,14 +185,15 @@ class TrainingStep:
         try:
             if captured is None and key in self._updates:  # the first call has compiled
                 with torch.cuda.device(self._device):
-                    together = partial(self._memory.side_by_side, updates)
-                    captured = CapturedFunction(together, self._model, self._memory, rehearse=False)
+                    together = partial(self._update_memory.side_by_side, updates)
+                    captured = CapturedFunction(together, self._model, self._update_memory, rehearse=False)
             if captured is not None:
                 self._updates[key] = captured
                 captured.replay()
                 return
-            if len(self._updates) < _MOST_UPDATES:
-                self._updates[key] = None
+            if len(self._updates) >= _MOST_UPDATES:
+                self._updates.clear()
+            self._updates[key] = None
         except (CannotCapture, torch.OutOfMemoryError) as reason:
             logger.warning("The update is not captured: %s", first_line(reason))
             self._updates, self._captures_updates = {}, False

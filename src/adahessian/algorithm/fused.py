@@ -33,7 +33,8 @@ Tensors = Sequence[Tensor]
 class FusedTensors:
     """Parameters of one group, device and dtype. Methods take lists in the order of the parameters.
 
-    All parameters must pass :func:`can_fuse`. ``positions`` identify the parameters in probes.
+    All parameters must pass :func:`can_fuse`, or :func:`can_draw` for draws alone. ``positions`` identify the
+    parameters in probes.
     """
 
     def __init__(self, params: Tensors, shapes: Sequence[Blocks], positions: Sequence[int], *, signed: bool) -> None:

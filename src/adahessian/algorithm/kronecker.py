@@ -357,7 +357,7 @@ def fold_rotations(
 def root_refreshes(
     families: Sequence[Family], stored: Stored, measurements: Tensor, least: float, gather: Gather | None = None
 ) -> list[Callable[[], None]]:
-    """Return functions that compute the inverse roots of all factors, each of many factors of one size.
+    """Return functions that refresh the inverse roots. Each handles factors of one size.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 1 / n, but at least ``least``, because
     factors from few measurements are unreliable. A root is kept if its new value is not finite.

@@ -33,7 +33,7 @@ from adahessian.base.shards import agree, gather_over, is_sharded, local, local_
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
-_SMALL = 2**25  # elements, of which some temporary copies at a time take little memory
+_SMALL = 2**25  # elements. Temporary copies of fewer take little memory
 # Roots cost more than the rest of a measurement. After this many measurements, another one hardly changes the factors.
 _ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
 
@@ -191,7 +191,7 @@ class Bucket:
                 self._counts[name] = counts
         self._find_states(state)
 
-    def measure(self, measurement: Measurement, state: States) -> None:
+    def begin_step(self, measurement: Measurement, state: States) -> None:
         """Begin a step: count it, and fold a measurement, which may cover only some of the parameters."""
         self._add("step", 1)
         if measurement and (places := tuple(i for i, param in enumerate(self.params) if param in measurement)):
@@ -201,7 +201,7 @@ class Bucket:
                 measured.select(due, state)._refresh_roots()
 
     def step(self, state: States) -> None:
-        """Take the step that :meth:`measure` has begun."""
+        """Take the step that :meth:`begin_step` has begun."""
         if self.group["capturable"]:
             self._take_step(self._count("step"))
             return
@@ -271,7 +271,7 @@ class Bucket:
         families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
         counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
         refreshes = kronecker.root_refreshes(families, stored, counts, least, self._gather)
-        (run if run and self._gather is None else _one_by_one)((least, *self._addresses(counts)), refreshes)
+        (run if run and self._gather is None else _one_by_one)((least, *self._addresses()), refreshes)
 
     def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
         """Take the step with this number, compiled and captured if enabled and possible."""
@@ -293,8 +293,8 @@ class Bucket:
         (run or _one_by_one)((group["maximize"], *self._addresses(*grads)), own)
 
     def _addresses(self, *others: Tensor) -> Iterator[int]:
-        """Return the addresses of these tensors and of all that steps change."""
-        return map(Tensor.data_ptr, chain(others, self.here, self._exp_avgs, *self._stored))
+        """Return the addresses of these tensors and of all that updates read or change."""
+        return map(Tensor.data_ptr, chain(others, self._numbers, self.here, self._exp_avgs, *self._stored))
 
     def _run(self, function: Callable[..., Any], families: Sequence[kronecker.Family], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
@@ -391,7 +391,7 @@ class Plan:
                     chosen.append(bucket.select(places, self._state))
         with self._run_together():
             for bucket in chosen:
-                bucket.measure(measurement, self._state)
+                bucket.begin_step(measurement, self._state)
         with self._run_together():
             for bucket in chosen:
                 bucket.step(self._state)
@@ -410,7 +410,7 @@ class Plan:
         with updates_compiled(is_compiled, collect if run else None):
             yield
         if run and updates:
-            # Updates of large parameters keep a device busy one after another, and take memory at the same time.
+            # Large updates fill a device on their own. In parallel, their temporary copies would add up.
             is_small = sum(param.numel() for bucket in self.buckets for param in bucket.here) <= _SMALL
             run(tuple(keys), updates if is_small else [partial(_one_by_one, None, updates)])
 
