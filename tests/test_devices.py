@@ -1,6 +1,7 @@
 """Accelerators do what the host does. Without an accelerator there is nothing to run here."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from adahessian import AdaHessian, AdaHessianKron, Curvature, diagnose
 from adahessian.algorithm.probes import probe_key, rademacher
+from adahessian.cuda_graphs import CannotCapture, CapturedFunction, Memory
 from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, flat_parameters, train
 
 ACCELERATORS = [torch.device("cuda")] if torch.cuda.is_available() else []
@@ -196,3 +198,21 @@ def test_recurrent_layers_are_measured_without_cudnn(device):
         )
         assert Curvature(model, lambda model, x: model(x)[0].square().mean(), optimizer).measure(x)
     torch.testing.assert_close(*diagonals)
+
+
+@on_accelerators
+def test_functions_are_captured_side_by_side_also_after_a_capture_that_failed(device):
+    places = torch.zeros(6, 1000, device=device)
+    memory, model = Memory(), nn.Linear(2, 2).to(device)
+
+    def fail():
+        raise ValueError("no")
+
+    add = [partial(place.add_, 1 + i) for i, place in enumerate(places)]
+    with pytest.raises(CannotCapture, match="no"):
+        CapturedFunction(partial(memory.side_by_side, [*add, fail]), model, memory, rehearse=False)
+    assert not places.any()
+    graph = CapturedFunction(partial(memory.side_by_side, add), model, memory, rehearse=False)
+    for _ in range(3):
+        graph.replay()
+    assert places.sum(1).tolist() == [3000.0 * (1 + i) for i in range(6)]

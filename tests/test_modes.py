@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adahessian import AdaHessian, Curvature, TrainingStep
+from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep
 from cases import ATTENTION, BATCH_NORM, MLP, RECURRENT, REGRESSION, Case
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -92,6 +92,26 @@ def test_zero_tangents_without_memory(device):
 def test_captured_step(device, case, fraction, compile, said):
     found = values_after(device, case, TrainingStep, compile=compile, batch_fraction=fraction)
     assert_alike(found, values_after(device, case, plain_step, compile=False, batch_fraction=fraction))
+    assert not any("not captured" in message for message in said.messages)
+
+
+@pytest.mark.parametrize(("device", "compile"), [(device, c) for device in DEVICES for c in {False, device == "cuda"}])
+def test_factors_of_two_groups_follow_a_schedule_on_two_kinds_of_batch(device, compile, said):
+    results = []
+    for make_step in (TrainingStep, plain_step):
+        model, batch, _ = on(device, BATCH_NORM)
+        few = tuple(part[: len(part) // 2] for part in batch)
+        matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = AdaHessianKron(groups, lr=0.01, block_size=4, curvature_every=2, curvature_warmup=0)
+        options = {"compile": compile and make_step is TrainingStep, "batch_fraction": 0.5}
+        step = make_step(Curvature(model, BATCH_NORM.loss, optimizer, **options))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+        for number in range(STEPS + OFTEN + STEPS):
+            step(batch if number < STEPS else few)
+            scheduler.step()
+        results.append(all_values(model))
+    assert_alike(*results)
     assert not any("not captured" in message for message in said.messages)
 
 
