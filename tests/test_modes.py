@@ -95,7 +95,9 @@ def test_captured_step(device, case, fraction, compile, said):
     assert not any("not captured" in message for message in said.messages)
 
 
-@pytest.mark.parametrize(("device", "compile"), [(device, c) for device in DEVICES for c in {False, device == "cuda"}])
+@pytest.mark.parametrize(
+    ("device", "compile"), [(device, c) for device in DEVICES for c in sorted({False, device == "cuda"})]
+)
 def test_factors_of_two_groups_follow_a_schedule_on_two_kinds_of_batch(device, compile, said):
     results = []
     for make_step in (TrainingStep, plain_step):
