@@ -10,7 +10,6 @@ Run it on one device or on two GPUs::
 import argparse
 import inspect
 import tempfile
-import textwrap
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
@@ -22,7 +21,7 @@ parser.add_argument("--steps", type=int, default=200)
 steps = parser.parse_args().steps
 
 # The tokens are characters. Each example is 64 characters long.
-text = inspect.getsource(textwrap)
+text = inspect.getsource(argparse)
 characters = sorted(set(text))
 tokens = torch.tensor([characters.index(character) for character in text])
 chunks = tokens[: len(tokens) // 64 * 64].view(-1, 64)
@@ -44,7 +43,7 @@ with tempfile.TemporaryDirectory() as folder:
         args=TrainingArguments(
             folder,
             max_steps=steps,
-            learning_rate=0.15,
+            learning_rate=3e-3,  # as for AdamW
             warmup_steps=steps // 10,
             weight_decay=0.01,
             per_device_train_batch_size=8,
@@ -57,8 +56,6 @@ with tempfile.TemporaryDirectory() as folder:
         ),
         train_dataset=examples[:-32],
         eval_dataset=examples[-32:],
-        # Measure the curvature at each of the first 20 steps, then at every fifth step.
-        optimizer_options={"block_size": 32, "eps": 1e-3, "curvature_every": 5, "curvature_warmup": 20},
     )
     trainer.train()
     print(f"validation loss: {trainer.evaluate()['eval_loss']:.3f}")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from adahessian import AdaHessian, Curvature, CurvatureError, param_groups
+from adahessian import AdaHessian, AdaHessianKron, Curvature, CurvatureError, param_groups
 from adahessian.integrations.timm import register
 
 # The factory ---------------------------------------------------------------------------------------------------------
@@ -45,9 +45,11 @@ def test_factory_creates_it_from_the_arguments_of_the_script(timm_optim: Any) ->
         assert {name: group[name] for name in expected} == expected
 
 
-def test_factory_keeps_the_defaults(timm_optim: Any) -> None:
-    made = timm_optim.create_optimizer_v2(network(), "adahessian2")
-    assert made.defaults == AdaHessian(network().parameters()).defaults
+@pytest.mark.parametrize(("name", "kind"), [("adahessian2", AdaHessian), ("adahessiankron", AdaHessianKron)])
+def test_factory_keeps_the_defaults(timm_optim: Any, name: str, kind: type[AdaHessian]) -> None:
+    made = timm_optim.create_optimizer_v2(network(), name)
+    assert type(made) is kind
+    assert made.defaults == kind(network().parameters()).defaults
 
 
 def test_factory_takes_groups_by_module(timm_optim: Any) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from adahessian import AdaHessian, Curvature, param_groups
+from adahessian import AdaHessian, AdaHessianKron, Curvature, param_groups
 from adahessian.integrations.transformers import AdaHessianMixin, AdaHessianTrainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
@@ -95,7 +95,7 @@ def train(folder, model=None, dataset=None, trainer_class=AdaHessianTrainer, own
         model=language_model() if model is None else model,
         args=arguments(folder, **kwargs),
         train_dataset=examples() if dataset is None else dataset,
-        **{"optimizer_options": OPTIONS} | (own or {}),
+        **{"optimizer_class": AdaHessian, "optimizer_options": OPTIONS} | (own or {}),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -293,9 +293,20 @@ def test_ranks_are_one_process_on_all_their_words(tmp_path):
 
 
 def test_warns_of_the_default_learning_rate(tmp_path):
-    trainer = AdaHessianTrainer(model=language_model(), args=TrainingArguments(str(tmp_path), use_cpu=True))
+    options = {"model": language_model(), "args": TrainingArguments(str(tmp_path), use_cpu=True)}
     with pytest.warns(UserWarning, match="learning_rate"):
-        trainer.create_optimizer()
+        AdaHessianTrainer(optimizer_class=AdaHessian, **options).create_optimizer()
+
+
+def test_trains_with_factors_unless_told_otherwise(tmp_path, recwarn):
+    trainer = train(tmp_path, own={"optimizer_class": AdaHessianKron, "optimizer_options": {"block_size": 4}})
+    assert isinstance(trainer.optimizer.optimizer, AdaHessianKron)
+    assert trainer.curvature.batch_fraction == AdaHessianKron.default_batch_fraction
+    assert all(param.isfinite().all() for param in parameters(trainer))
+    reset_accelerators()
+    default = AdaHessianTrainer(model=language_model(), args=TrainingArguments(str(tmp_path), use_cpu=True))
+    assert type(default.create_optimizer()) is AdaHessianKron
+    assert not [each for each in recwarn if "learning_rate" in str(each.message)]
 
 
 def test_rejects_options_for_an_optimizer_that_it_does_not_create(tmp_path):

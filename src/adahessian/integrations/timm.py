@@ -1,19 +1,20 @@
-"""timm: register this optimizer for ``timm.optim.create_optimizer_v2`` and for timm's training script.
+"""timm: register both optimizers for ``timm.optim.create_optimizer_v2`` and for timm's training script.
 
-The name is ``adahessian2``, because timm has its own ``adahessian`` with other defaults. ``docs/integrations.md`` shows
-how to use it.
+AdaHessian is called ``adahessian2``, because timm has its own ``adahessian`` with other defaults.
+``docs/integrations.md`` shows how to use the optimizers.
 """
 
 from importlib import import_module
 
+from adahessian.kron import AdaHessianKron
 from adahessian.optimizer import AdaHessian
 
 
 def register(name: str = "adahessian2") -> None:
-    """Register AdaHessian for ``timm.optim.create_optimizer_v2(model, name, ...)``.
+    """Register ``adahessiankron`` and AdaHessian for ``timm.optim.create_optimizer_v2(model, name, ...)``.
 
     Args:
-        name: The name, without underscores. ``"adahessian"`` replaces timm's own optimizer.
+        name: The name of AdaHessian, without underscores. ``"adahessian"`` replaces timm's own optimizer.
 
     Raises:
         ModuleNotFoundError: If timm is not installed, or is too old to have a registry.
@@ -26,5 +27,10 @@ def register(name: str = "adahessian2") -> None:
     except ModuleNotFoundError as missing:
         message = 'timm is not installed, or is too old. Run: pip install "adahessian[timm]".'
         raise ModuleNotFoundError(message, name=missing.name) from missing
-    info = factory.OptimInfo(name, AdaHessian, "Adam with the Hessian diagonal", has_betas=True, second_order=True)
-    factory.default_registry.register(info)
+    for own, kind, what in (
+        (name, AdaHessian, "Adam with the Hessian diagonal"),
+        ("adahessiankron", AdaHessianKron, "Kronecker factors of the Hessian, at AdamW's learning rate"),
+    ):
+        has_eps = kind is AdaHessian
+        info = factory.OptimInfo(own, kind, what, has_eps=has_eps, has_betas=True, second_order=True)
+        factory.default_registry.register(info)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from adahessian.base.batches import tensors_in
 from adahessian.curvature import Curvature
 from adahessian.groups import param_groups
+from adahessian.kron import AdaHessianKron
 from adahessian.optimizer import AdaHessian
 
 try:
@@ -32,12 +33,13 @@ class _MicroBatch(NamedTuple):
 
 
 class AdaHessianMixin(Trainer):
-    """Mixin that makes a subclass of ``transformers.Trainer`` train with AdaHessian.
+    """Mixin that makes a subclass of ``transformers.Trainer`` train with AdaHessianKron or AdaHessian.
 
-    Put it first, as in ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It adds two arguments to the Trainer's.
+    Put it first, as in ``class MyTrainer(AdaHessianMixin, Seq2SeqTrainer)``. It adds three arguments to the Trainer's.
 
     Args:
-        optimizer_options: Arguments of :class:`adahessian.AdaHessian`. ``lr`` and ``weight_decay`` default to values in
+        optimizer_class: :class:`adahessian.AdaHessianKron` or :class:`adahessian.AdaHessian`.
+        optimizer_options: Arguments of this class. ``lr`` and ``weight_decay`` default to values in
             ``TrainingArguments``. Biases and norms have no weight decay. To create the optimizer yourself, pass
             ``optimizers=(optimizer, scheduler)`` instead.
         curvature_options: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.
@@ -54,6 +56,7 @@ class AdaHessianMixin(Trainer):
     def __init__(
         self,
         *args: Any,
+        optimizer_class: type[AdaHessian] = AdaHessianKron,
         optimizer_options: Mapping[str, Any] | None = None,
         curvature_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -66,20 +69,21 @@ class AdaHessianMixin(Trainer):
             )
         if optimizer_options and self.optimizer is not None:
             raise ValueError("optimizer_options do not apply to the optimizer in optimizers. Pass only one of them.")
-        self._optimizer_options = dict(optimizer_options or {})
+        self._optimizer_class, self._optimizer_options = optimizer_class, dict(optimizer_options or {})
         self._curvature_options = dict(curvature_options or {})
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Create an AdaHessian if there is no optimizer yet."""
+        """Create the optimizer if there is none yet."""
         if self.optimizer is None:
             options = {"lr": self.args.learning_rate, "weight_decay": self.args.weight_decay, **self._optimizer_options}
-            if options["lr"] == TrainingArguments.learning_rate:
+            is_for_adamw = options["lr"] == TrainingArguments.learning_rate
+            if is_for_adamw and not issubclass(self._optimizer_class, AdaHessianKron):
                 warnings.warn(
                     f"learning_rate={options['lr']} is the default of TrainingArguments, chosen for AdamW. Set a much "
                     "larger one, such as AdaHessian's default of 0.15.",
                     stacklevel=2,
                 )
-            self.optimizer = AdaHessian(self._groups(self.model if model is None else model), **options)
+            self.optimizer = self._optimizer_class(self._groups(self.model if model is None else model), **options)
         return super().create_optimizer()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -123,10 +127,9 @@ class AdaHessianMixin(Trainer):
 
 
 class AdaHessianTrainer(AdaHessianMixin):
-    """``transformers.Trainer`` with AdaHessian. :class:`AdaHessianMixin` describes the arguments.
+    """``transformers.Trainer`` with AdaHessianKron. :class:`AdaHessianMixin` describes the arguments.
 
     Example:
-        >>> options = {"block_size": 32, "curvature_every": 10}
-        >>> arguments = TrainingArguments("checkpoints", learning_rate=0.15, weight_decay=0.01)
-        >>> trainer = AdaHessianTrainer(model, arguments, optimizer_options=options)  # doctest: +SKIP
+        >>> arguments = TrainingArguments("checkpoints", learning_rate=5e-5, weight_decay=0.01)
+        >>> trainer = AdaHessianTrainer(model, arguments)  # doctest: +SKIP
     """
