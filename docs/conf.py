@@ -1,10 +1,11 @@
 """Settings of the documentation: ``make docs``."""
 
 import os
+import re
 
 import adahessian
 
-# The build of the gallery runs its scripts on one core, with the same results everywhere.
+# The scripts of the gallery run on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 project = "adahessian"
@@ -36,3 +37,15 @@ sphinx_gallery_conf = {
 }
 html_theme = "furo"
 html_title = "adahessian"
+
+
+def link_to_gallery(app, page, text):
+    """Let links to the scripts of the gallery lead to their pages. On GitHub, they lead to the scripts."""
+    text[0] = re.sub(
+        r"\]\(\.\./examples/gallery/(\w*)(?:\.py)?\)", lambda link: f"](gallery/{link[1] or 'index'}.rst)", text[0]
+    )
+
+
+def setup(app):
+    """Register the hook."""
+    app.connect("source-read", link_to_gallery)

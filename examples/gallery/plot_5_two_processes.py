@@ -25,7 +25,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-WORKER = Path(__file__).with_name("ddp_worker.py")
+WORKER = Path("ddp_worker.py").resolve()  # run this script in its folder
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
