@@ -32,11 +32,15 @@ sphinx_gallery_conf = {
     "min_reported_time": 1e9,
     "show_memory": False,
     "show_signature": False,
-    "thumbnail_size": (480, 320),
+    "thumbnail_size": (720, 400),
     "within_subsection_order": "FileNameSortKey",
 }
 html_theme = "furo"
 html_title = "adahessian"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+html_theme_options = {"top_of_page_buttons": []}
 
 
 def link_to_gallery(app, page, text):

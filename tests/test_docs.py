@@ -171,8 +171,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_named_exist(page):
-    """Paths in backticks are the repository's, or the package's. A file of results may be a pattern."""
-    folders = (ROOT, ROOT / "src" / "adahessian", ROOT / "results" / "cifar10-resnet20")
+    """Paths in backticks are the repository's, the package's or the tests'. A file of results may be a pattern."""
+    folders = (ROOT, ROOT / "src" / "adahessian", ROOT / "tests", ROOT / "results" / "cifar10-resnet20")
     for name in re.findall(r"`([\w/.=*-]+\.(?:py|json|md))`", page.read_text()):
         if page.name == "migrating.md" or name.startswith("runs/"):  # files of others, and of the reader's own runs
             continue

@@ -66,9 +66,7 @@ def train(name, lr, seed, steps=250):
     return torch.tensor(curve)
 
 
-train(
-    "AdaHessianKron", lr=1e-3, seed=0, steps=1
-)  # the first measurement loads parts of PyTorch, which would count as its time
+train("AdaHessianKron", lr=1e-3, seed=0, steps=1)  # loads parts of PyTorch, which takes a second
 learning_rates, names = (1e-3, 3e-2), ("AdamW", "AdaHessianKron")
 curves = {
     (name, lr): torch.stack([train(name, lr, seed) for seed in range(3)]) for lr in learning_rates for name in names

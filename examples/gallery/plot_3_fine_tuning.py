@@ -83,8 +83,8 @@ def tune(name, lr, seed, steps=60):
 # %%
 # The result
 # ----------
-# Lines are means over three seeds, and bands reach from the worst to the best seed. Larger pretrained networks gain
-# less: on MiniLM, the two optimizers are nearly equal, as the README shows.
+# Lines are means over three seeds, and bands reach from the worst to the best seed. On MiniLM, a larger pretrained
+# network, the two optimizers are nearly equal, as the README shows.
 
 learning_rates, colors = (3e-4, 1e-3, 1e-2), {"AdamW": "tab:gray", "AdaHessianKron": "tab:blue"}
 figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), sharey=True, layout="constrained")
