@@ -40,12 +40,12 @@ bench: $(INSTALLED)
 # Builds the site in site/. This executes the gallery, which takes a few minutes.
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/sphinx-build --fail-on-warning docs site
+	$(BIN)/python -m sphinx --fail-on-warning docs site
 
 # The same without executing the gallery, in another folder.
 docs-pages: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/sphinx-build --fail-on-warning --define plot_gallery=0 docs build/pages
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --define plot_gallery=0 docs build/pages
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

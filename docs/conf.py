@@ -22,6 +22,9 @@ myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
+# References to names of this library must lead somewhere. Those of other libraries are not linked.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!adahessian).*")]
 sphinx_gallery_conf = {
     "examples_dirs": "../examples/gallery",
     "gallery_dirs": "gallery",

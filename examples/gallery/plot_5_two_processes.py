@@ -5,7 +5,7 @@ Two processes
 Train with one process, and with two processes that share every batch. Both runs end with the same weights, except for
 rounding.
 
-The script that trains is ``ddp_worker.py``, in the same folder:
+The script that trains is :download:`ddp_worker.py <../../examples/gallery/ddp_worker.py>`. Save it in the same folder:
 
 .. literalinclude:: ../../examples/gallery/ddp_worker.py
    :start-at: torch.set_num_threads
