@@ -102,7 +102,8 @@ for (name, lr), curve in found.items():
 # The result
 # ----------
 # A measurement takes longer than an ordinary step, so the panel on the right shows the same curves by time. The loop
-# measures at each of the first 50 steps, which are a third of this short run. By time, AdamW is therefore ahead at first.
+# measures at each of the first 50 steps, which are a third of this short run. By time, AdamW is
+# therefore ahead at first.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
 for (name, lr), curve in found.items():
