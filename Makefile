@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 CUDA_TESTS := $(addprefix tests/,algorithm/test_fused.py hessian/test_attention.py hessian/test_engine.py \
 	test_training_step.py test_modes.py test_devices.py test_stacks_on_devices.py lab/test_bench.py)
 
-.PHONY: demo test test-cuda lint format bench docs clean
+.PHONY: demo test test-cuda lint format bench docs docs-pages clean
 
 demo: $(INSTALLED)
 	$(BIN)/adahessian demo
@@ -37,9 +37,15 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/adahessian bench --workloads gpt2-124m --modes update --output runs/bench.json
 
+# Builds the site in site/. This executes the gallery, which takes a few minutes.
 docs: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	$(BIN)/sphinx-build --fail-on-warning docs site
+	$(BIN)/python -m sphinx --fail-on-warning docs site
+
+# The same without executing the gallery, in another folder.
+docs-pages: $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --define plot_gallery=0 docs build/pages
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
@@ -48,4 +54,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site demo
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site docs/gallery docs/sg_execution_times.rst demo
