@@ -5,7 +5,7 @@ import re
 
 import adahessian
 
-# The scripts of the gallery run on one core.
+# Run the scripts of the gallery on one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 project = "adahessian"
@@ -22,7 +22,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["math"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"
-# References to names of this library must lead somewhere. Those of other libraries are not linked.
+# References to names in this library must resolve. References to other libraries are not linked.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!adahessian).*")]
 sphinx_gallery_conf = {
@@ -47,12 +47,12 @@ html_theme_options = {"top_of_page_buttons": []}
 
 
 def link_to_gallery(app, page, text):
-    """Let links to the scripts of the gallery lead to their pages. On GitHub, they lead to the scripts."""
+    """Point links to scripts of the gallery at their pages. On GitHub, the same links open the scripts."""
     text[0] = re.sub(
         r"\]\(\.\./examples/gallery/(\w*)(?:\.py)?\)", lambda link: f"](gallery/{link[1] or 'index'}.rst)", text[0]
     )
 
 
 def setup(app):
-    """Register the hook."""
+    """Register the hook that rewrites links."""
     app.connect("source-read", link_to_gallery)
