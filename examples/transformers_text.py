@@ -43,7 +43,7 @@ with tempfile.TemporaryDirectory() as folder:
         args=TrainingArguments(
             folder,
             max_steps=steps,
-            learning_rate=3e-3,  # as for AdamW
+            learning_rate=3e-3,  # the same as for AdamW
             warmup_steps=steps // 10,
             weight_decay=0.01,
             per_device_train_batch_size=8,

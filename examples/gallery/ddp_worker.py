@@ -1,4 +1,4 @@
-"""Train on this rank's share of the digits. Started by ``torchrun``, or by the example beside this file."""
+"""Train on this rank's share of the digits. ``torchrun`` or ``plot_5_two_processes.py`` starts this script."""
 
 import json
 import os
@@ -31,13 +31,13 @@ torch.manual_seed(0)  # the same weights and the same batches on every rank
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 wrapped = DistributedDataParallel(model) if is_launched else model
 optimizer = adahessian.AdaHessianKron(adahessian.param_groups(wrapped), lr=1e-2)
-# The ranks share each measurement. On the whole batch, they measure the same examples as one process.
+# The ranks share each measurement. With the whole batch, they measure the same examples as a single process.
 curvature = adahessian.Curvature(wrapped, loss_fn, optimizer, batch_fraction=1.0)
 
 losses = []
 for _ in range(STEPS):
     chosen = torch.randint(len(images), (BATCH,))
-    share = chosen[rank::ranks]  # each rank gets every second example
+    share = chosen[rank::ranks]  # of two ranks, each gets every second example
     curvature.measure((images[share], labels[share]))
     optimizer.zero_grad()
     loss_fn(wrapped, (images[share], labels[share])).backward()

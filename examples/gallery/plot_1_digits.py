@@ -36,8 +36,8 @@ def loss_fn(model, batch):
 # %%
 # The loop
 # --------
-# The only difference between the two optimizers is ``curvature.measure(batch)``. It measures at each of the first 50
-# steps and then every ten steps, on a quarter of the batch.
+# In the loop, the only difference between the two optimizers is ``curvature.measure(batch)``. It measures at each of the
+# first 50 steps and then every ten steps, on a quarter of the batch.
 
 
 def train(name, lr, seed, steps=250):
@@ -76,8 +76,9 @@ curves = {
 # The result
 # ----------
 # Lines are means over three seeds, and bands reach from the best to the worst seed. At the small learning rate,
-# AdaHessianKron needs fewer steps. At the large learning rate, AdamW reaches about the same error. A step of this
-# network takes a fraction of a millisecond, so the fixed cost of a measurement is large and AdamW needs less time.
+# AdaHessianKron needs fewer steps. At the large learning rate, both optimizers reach about the same error. A step of
+# this network takes a fraction of a millisecond. Compared with that, the fixed cost of a measurement is large, so AdamW
+# needs less time.
 
 figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharey=True, layout="constrained")
 for row, lr in zip(axes, learning_rates, strict=True):

@@ -3,7 +3,7 @@ A small GPT on characters
 =========================
 
 Train a Transformer with two layers to predict the next character of English text. The text is the language reference
-that every Python installation contains, so there is nothing to download.
+that every Python installation contains, so the script downloads nothing.
 """
 
 import time
@@ -59,7 +59,7 @@ def batch_of(codes, count):
 # %%
 # The loop
 # --------
-# The curvature pass selects a kernel for attention that can be differentiated twice. The gradient still uses the fused
+# The curvature pass selects an attention kernel that can be differentiated twice. The gradient still uses the fused
 # kernel.
 
 
@@ -91,7 +91,7 @@ def train(name, lr, steps=150):
     return torch.tensor(curve)
 
 
-# The first measurement loads parts of PyTorch, which would count as time for training.
+# Without this call, the time to load parts of PyTorch would count as training time.
 train("AdaHessianKron", lr=1e-3, steps=1)  # loads parts of PyTorch, which takes a second
 learning_rates, colors = (1e-3, 3e-3, 1e-2), {"AdamW": "tab:gray", "AdaHessianKron": "tab:blue"}
 found = {(name, lr): train(name, lr) for lr in learning_rates for name in colors}
@@ -101,9 +101,8 @@ for (name, lr), curve in found.items():
 # %%
 # The result
 # ----------
-# A measurement takes longer than an ordinary step, so the panel on the right shows the same curves by time. The loop
-# measures at each of the first 50 steps, which are a third of this short run. By time, AdamW is
-# therefore ahead at first.
+# A measurement takes longer than an ordinary step, so the right panel shows the same curves by time. The loop measures
+# at each of the first 50 steps, which are a third of this short run. By time, AdamW is therefore ahead at first.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
 for (name, lr), curve in found.items():

@@ -2,8 +2,8 @@
 Fine-tuning a small network
 ===========================
 
-Train a network on upright digits. Then fine-tune it on a few digits that are turned by 90 degrees, which it has never
-seen.
+Train a network on upright digits. Then fine-tune it on a few digits that are turned by 90 degrees. The pretrained
+network has never seen turned digits.
 """
 
 import copy
@@ -54,9 +54,8 @@ print(f"{accuracy(pretrained, images):.1f} % of upright digits, {accuracy(pretra
 # %%
 # Fine-tuning
 # -----------
-# Both optimizers start from a copy of the same network, with the same 200 turned digits. Every step of this short run
-# measures the curvature, except for the last few, because the first 50 steps always do. ``curvature_warmup`` sets their
-# number.
+# Both optimizers start from a copy of the same network and train on the same 200 turned digits. The first 50 of the 60
+# steps all measure the curvature. ``curvature_warmup`` sets their number.
 
 
 def tune(name, lr, seed, steps=60):

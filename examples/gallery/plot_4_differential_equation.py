@@ -29,7 +29,7 @@ def second_derivative(x):
 # %%
 # The loss
 # --------
-# The loss contains second derivatives of the network with respect to its input. The curvature pass differentiates this
+# The loss contains second derivatives of the network with respect to its input. The curvature pass differentiates the
 # loss twice more, with respect to the weights. The factor ``x * (1 - x)`` satisfies the boundary conditions.
 
 
@@ -64,7 +64,7 @@ def train(name, lr, steps=1500):
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     else:
         optimizer = adahessian.AdaHessianKron(adahessian.param_groups(model), lr=lr, weight_decay=0.0)
-        # Every step uses all points, so the gradient has no noise. The curvature also uses all points.
+        # Every gradient uses all points, so it has no noise. The curvature uses all points too.
         curvature = adahessian.Curvature(model, loss_fn, optimizer, batch_fraction=1.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     errors = []
@@ -97,8 +97,8 @@ def train_lbfgs(evaluations=1500):
 # %%
 # The result
 # ----------
-# Each optimizer takes 1,500 steps at three learning rates. L-BFGS computes 1,500 gradients. It is a strong method for
-# small problems without noise, so compare with it before you choose an optimizer for such a problem.
+# AdamW and AdaHessianKron take 1,500 steps at each of three learning rates. L-BFGS computes 1,500 gradients. L-BFGS is a
+# strong method for small problems without noise, so try it first on such a problem.
 
 learning_rates, colors = (1e-3, 3e-3, 1e-2), {"AdamW": "tab:gray", "AdaHessianKron": "tab:blue"}
 found = {(name, lr): train(name, lr) for name in colors for lr in learning_rates}

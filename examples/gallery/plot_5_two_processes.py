@@ -2,17 +2,17 @@
 Two processes
 =============
 
-Train with one process, and with two processes that share every batch. Both runs end with the same weights, except for
-rounding.
+Train once with one process, and once with two processes that share every batch. Both runs end with the same weights, up
+to rounding.
 
-The script that trains is :download:`ddp_worker.py <../../examples/gallery/ddp_worker.py>`. Save it in the same folder:
+The training script is :download:`ddp_worker.py <../../examples/gallery/ddp_worker.py>`. Save it in the same folder:
 
 .. literalinclude:: ../../examples/gallery/ddp_worker.py
    :start-at: torch.set_num_threads
    :end-before: weights =
 
 The model is wrapped in ``DistributedDataParallel``, and ``Curvature`` gets the wrapped model. Nothing else changes. All
-ranks use the same probes, and they average their products ``H z`` once per measurement.
+ranks use the same probes, and average their products ``H z`` once per measurement.
 """
 
 import json
@@ -44,7 +44,7 @@ print(f"relative difference of the weights after {len(one['losses'])} steps: {di
 # %%
 # The result
 # ----------
-# Two processes add numbers in another order than one process, so the losses differ in their last digits.
+# Two processes add numbers in a different order than one process, so the losses differ in their last digits.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 left.plot(one["losses"], color="tab:blue", linewidth=6, alpha=0.3, label="one process")
