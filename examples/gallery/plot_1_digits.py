@@ -36,7 +36,7 @@ def loss_fn(model, batch):
 # %%
 # The loop
 # --------
-# In the loop, the only difference between the two optimizers is ``curvature.measure(batch)``. It measures at each of the
+# In the loop, the two optimizers differ only in the call of ``curvature.measure(batch)``. It measures at each of the
 # first 50 steps and then every ten steps, on a quarter of the batch.
 
 

@@ -97,8 +97,8 @@ def train_lbfgs(evaluations=1500):
 # %%
 # The result
 # ----------
-# AdamW and AdaHessianKron take 1,500 steps at each of three learning rates. L-BFGS computes 1,500 gradients. L-BFGS is a
-# strong method for small problems without noise, so try it first on such a problem.
+# AdamW and AdaHessianKron take 1,500 steps at each of three learning rates. L-BFGS computes 1,500 gradients. It is a
+# strong method for small problems without noise, so include it when you compare optimizers on such a problem.
 
 learning_rates, colors = (1e-3, 3e-3, 1e-2), {"AdamW": "tab:gray", "AdaHessianKron": "tab:blue"}
 found = {(name, lr): train(name, lr) for name in colors for lr in learning_rates}
