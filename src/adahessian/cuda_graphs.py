@@ -33,7 +33,7 @@ class Memory:
     others: tuple[torch.cuda.Stream, ...] = field(default_factory=lambda: tuple(torch.cuda.Stream() for _ in range(3)))
 
     def side_by_side(self, functions: Sequence[Callable[[], object]]) -> None:
-        """Run functions that do not depend on each other on several streams. Captured, they then run in parallel."""
+        """Run independent functions on several streams, so that they run in parallel when captured."""
         streams = (current := torch.cuda.current_stream()), *self.others
         for other in self.others:
             other.wait_stream(current)
@@ -42,7 +42,7 @@ class Memory:
                 with torch.cuda.stream(streams[number % len(streams)]):
                     function()
         finally:
-            for other in self.others:  # also after an error, because a capture cannot end while streams are apart
+            for other in self.others:  # also after an error, because a capture cannot end before all streams join
                 current.wait_stream(other)
 
 

@@ -29,7 +29,7 @@ from adahessian.optimizer import AdaHessian
 Loss: TypeAlias = Callable[[Any], Tensor]
 Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
 
-_MOST_UPDATES = 64  # captured updates. Each kind of batch has two: of the roots and of the step
+_MOST_UPDATES = 64  # captured updates. Each kind of batch has two, one for the roots and one for the step
 _TENSORS = operator.attrgetter("_parameters", "_buffers")
 
 
@@ -105,7 +105,7 @@ class TrainingStep:
         self._graphs: dict[Hashable, _Graphs | None] = {}
         self._updates: dict[Hashable, CapturedFunction[Any] | None] = {}
         self._captures_updates = True
-        # Other memory for updates. Graphs of another kind of batch could be captured into memory that they reuse.
+        # Updates have separate memory, because other graphs could be captured into memory that the updates reuse.
         self._memory: Memory
         self._update_memory: Memory
         self._modules: list[nn.Module] = []
@@ -180,7 +180,7 @@ class TrainingStep:
                 return None
 
     def _run_updates(self, key: Hashable, updates: Sequence[Callable[[], Any]]) -> None:
-        """Run updates that do not depend on each other, captured together at their second call with this key."""
+        """Run independent updates. Capture them together at their second call with this key."""
         captured = self._updates.get(key)
         try:
             if captured is None and key in self._updates:  # the first call has compiled

@@ -33,8 +33,8 @@ Tensors = Sequence[Tensor]
 class FusedTensors:
     """Parameters of one group, device and dtype. Methods take lists in the order of the parameters.
 
-    All parameters must pass :func:`can_fuse`, or :func:`can_draw` for draws alone. ``positions`` identify the
-    parameters in probes.
+    All parameters must pass :func:`can_fuse`, or :func:`can_draw` if only :meth:`draw` is called. ``positions``
+    identify the parameters in probes.
     """
 
     def __init__(self, params: Tensors, shapes: Sequence[Blocks], positions: Sequence[int], *, signed: bool) -> None:
@@ -156,7 +156,7 @@ def can_fuse(param: Tensor, shape: CurvatureShape, group: dict[str, Any], state:
 
 
 def can_draw(param: Tensor) -> bool:
-    """Return whether the kernels can draw probes for a parameter, whatever the shape of its curvature."""
+    """Return whether the kernels can draw probes for a parameter, regardless of the shape of its curvature."""
     return param.is_cuda and _is_supported(param) and _has_triton(param.device)
 
 

@@ -46,7 +46,7 @@ _ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 Form: TypeAlias = "Vector | Matrix"
 Stored: TypeAlias = Sequence[Sequence[Tensor]]  # of each parameter, in the order of ``Rotation.stored``
 Part: TypeAlias = "tuple[int, int] | None"  # the first row of this rank's shard and the number of its rows
-Side: TypeAlias = "tuple[Family, int, Cut]"  # the rows (0) or the columns (1) of a family
+Side: TypeAlias = "tuple[Family, int, Cut]"  # the rows (0) or columns (1) of a family
 Wholes: TypeAlias = "dict[tuple[Family, int], Tensor]"  # traces over all ranks
 Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all ranks that have shards of the parameters
 
@@ -357,10 +357,10 @@ def fold_rotations(
 def root_refreshes(
     families: Sequence[Family], stored: Stored, measurements: Tensor, least: float, gather: Gather | None = None
 ) -> list[Callable[[], None]]:
-    """Return functions that refresh the inverse roots. Each handles factors of one size.
+    """Return functions that refresh the inverse roots. Each function handles factors of one size.
 
     The damping is relative to the mean eigenvalue. After n measurements it is 1 / n, but at least ``least``, because
-    factors from few measurements are unreliable. A root is kept if its new value is not finite.
+    factors from few measurements are unreliable. A root keeps its old value if the new one is not finite.
     """
     groups: list[tuple[int, list[Side]]] = []
     waiting: dict[int, list[Side]] = {}
@@ -488,7 +488,7 @@ def take_rotated_steps(
 
 
 def _average(exp_avgs: list[Tensor], values: Sequence[Tensor], beta: float | Tensor) -> None:
-    if isinstance(beta, Tensor):  # lists, which a compiler turns into a single kernel
+    if isinstance(beta, Tensor):  # the compiler fuses operations on lists into one kernel
         torch._foreach_mul_(exp_avgs, beta)
         torch._foreach_add_(exp_avgs, torch._foreach_mul(list(values), 1 - beta))
     else:

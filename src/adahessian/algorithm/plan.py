@@ -33,7 +33,7 @@ from adahessian.base.shards import agree, gather_over, is_sharded, local, local_
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
 _FORM = operator.attrgetter("shape", "dtype", "device")
 _MOST_SELECTIONS = 16
-_SMALL = 2**25  # elements. Temporary copies of fewer take little memory
+_SMALL = 2**25  # elements. Temporary copies of fewer elements need little memory
 # Roots cost more than the rest of a measurement. After this many measurements, another one hardly changes the factors.
 _ALWAYS_REFRESHED, _REFRESH_EVERY = 20, 3
 
@@ -50,8 +50,8 @@ _COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=
 def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
     """Inside the context, compile the arithmetic of curvature that rotates, which has many small kernels.
 
-    ``run(key, updates)`` runs updates that do not depend on each other. It may replay earlier updates with the same
-    key, which did the same with the same memory.
+    ``run(key, updates)`` runs updates that are independent of each other. It may replay earlier updates with the same
+    key, because they did the same computation in the same memory.
     """
     token = _COMPILED.set((enabled, run))
     try:
@@ -91,7 +91,7 @@ class Bucket:
             self._drawing = FusedTensors(self.here, elements, positions, signed=False)
         self._counts: dict[str, Tensor] = {}
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        # Places for numbers that change from step to step: step counts, lr, beta1, decay, counts of measurements.
+        # Tensors for numbers that change from step to step: step counts, lr, beta1, decay, counts of measurements.
         wide, each = torch.promote_types(params[0].dtype, torch.float32), (len(params),)
         self._numbers = [self.here[0].new_zeros(shape, dtype=wide) for shape in (each, (), (), (), each)]
         self._find_states(state)
@@ -192,7 +192,7 @@ class Bucket:
         self._find_states(state)
 
     def begin_step(self, measurement: Measurement, state: States) -> None:
-        """Begin a step: count it, and fold a measurement, which may cover only some of the parameters."""
+        """Count a step and fold a measurement, which may cover only some of the parameters."""
         self._add("step", 1)
         if measurement and (places := tuple(i for i, param in enumerate(self.params) if param in measurement)):
             measured = self.select(places, state)
@@ -201,7 +201,7 @@ class Bucket:
                 measured.select(due, state)._refresh_roots()
 
     def step(self, state: States) -> None:
-        """Take the step that :meth:`begin_step` has begun."""
+        """Finish the step that :meth:`begin_step` began."""
         if self.group["capturable"]:
             self._take_step(self._count("step"))
             return
@@ -267,7 +267,7 @@ class Bucket:
         take_step(*map(list, zip(*rows, strict=True)), **scales)
 
     def _refresh_roots(self) -> None:
-        """Refresh the inverse roots of all factors, captured if enabled."""
+        """Refresh the inverse roots of all factors, in a CUDA graph if enabled."""
         families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
         counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
         refreshes = kronecker.root_refreshes(families, stored, counts, least, self._gather)
@@ -293,7 +293,7 @@ class Bucket:
         (run or _one_by_one)((group["maximize"], *self._addresses(*grads)), own)
 
     def _addresses(self, *others: Tensor) -> Iterator[int]:
-        """Return the addresses of these tensors and of all that updates read or change."""
+        """Return the addresses of these tensors and of all tensors that updates read or change."""
         return map(Tensor.data_ptr, chain(others, self._numbers, self.here, self._exp_avgs, *self._stored))
 
     def _run(self, function: Callable[..., Any], families: Sequence[kronecker.Family], *args: Any) -> Any:
@@ -398,7 +398,7 @@ class Plan:
 
     @contextmanager
     def _run_together(self) -> Iterator[None]:
-        """Inside the context, collect the updates of all buckets, to run them in one call."""
+        """Inside the context, collect the updates of all buckets, and run them in one call at the end."""
         is_compiled, run = _COMPILED.get()
         keys: list[Hashable] = []
         updates: list[Callable[[], Any]] = []
@@ -410,7 +410,7 @@ class Plan:
         with updates_compiled(is_compiled, collect if run else None):
             yield
         if run and updates:
-            # Large updates fill a device on their own. In parallel, their temporary copies would add up.
+            # Large updates fill a device on their own. In parallel, their temporary copies would need memory at once.
             is_small = sum(param.numel() for bucket in self.buckets for param in bucket.here) <= _SMALL
             run(tuple(keys), updates if is_small else [partial(_one_by_one, None, updates)])
 

@@ -59,7 +59,7 @@ def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded:
     if is_random:
         with random_state_kept(model), ExitStack() as stack:
             for module in model.modules():
-                if not isinstance(module, _NormBase):  # so dropout is off, but batch norms use the batch's statistics
+                if not isinstance(module, _NormBase):  # dropout is off, but batch norms use the batch's statistics
                     stack.callback(setattr, module, "training", module.training)
                     module.training = False
             before = _random_states(model)

@@ -1,6 +1,6 @@
 """timm: register both optimizers for ``timm.optim.create_optimizer_v2`` and for timm's training script.
 
-AdaHessian is called ``adahessian2``, because timm has its own ``adahessian`` with other defaults.
+AdaHessian is registered as ``adahessian2``, because timm has its own ``adahessian`` with other defaults.
 ``docs/integrations.md`` shows how to use the optimizers.
 """
 
@@ -11,7 +11,7 @@ from adahessian.optimizer import AdaHessian
 
 
 def register(name: str = "adahessian2") -> None:
-    """Register ``adahessiankron`` and AdaHessian for ``timm.optim.create_optimizer_v2(model, name, ...)``.
+    """Register AdaHessian, and AdaHessianKron as ``adahessiankron``, for ``timm.optim.create_optimizer_v2``.
 
     Args:
         name: The name of AdaHessian, without underscores. ``"adahessian"`` replaces timm's own optimizer.

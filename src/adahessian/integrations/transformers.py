@@ -39,7 +39,7 @@ class AdaHessianMixin(Trainer):
 
     Args:
         optimizer_class: :class:`adahessian.AdaHessianKron` or :class:`adahessian.AdaHessian`.
-        optimizer_options: Arguments of this class. ``lr`` and ``weight_decay`` default to values in
+        optimizer_options: Arguments of ``optimizer_class``. ``lr`` and ``weight_decay`` default to those in
             ``TrainingArguments``. Biases and norms have no weight decay. To create the optimizer yourself, pass
             ``optimizers=(optimizer, scheduler)`` instead.
         curvature_options: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.

@@ -167,7 +167,7 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
 
 
 def _add_help(options: Options) -> None:
-    """Give tyro the help of options: comments, and docstrings of groups. Its own search parses files repeatedly."""
+    """Pass comments and docstrings of options to tyro as help, because its own search parses files repeatedly."""
     comments: dict[str, str] = {}
     for cls in reversed(type(options).__mro__):
         source = "".join(getlines(getattr(sys.modules[cls.__module__], "__file__", "")))

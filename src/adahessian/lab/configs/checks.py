@@ -41,7 +41,7 @@ class Options:
     def __init_subclass__(cls) -> None:
         doc = cls.__doc__
         dataclass(frozen=True, kw_only=True)(cls)
-        cls.__doc__ = doc  # If there is none, dataclass() writes the signature.
+        cls.__doc__ = doc  # Without a docstring, dataclass() would set it to the signature.
         hints = get_type_hints(cls, include_extras=True)
         cls._ranges = [(name, each) for name, hint in hints.items() for each in _ranges_in(hint)]
 

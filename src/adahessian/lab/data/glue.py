@@ -74,7 +74,7 @@ def _label(text: str, classes: Sequence[str], where: str) -> float:
 
 
 def tokenize(texts: Texts, tokenizer: Any, max_length: int) -> dict[str, Tensor]:
-    """Return sentences, or pairs of sentences, as a BERT of transformers reads them, cut to ``max_length`` tokens."""
+    """Return sentences, or pairs of sentences, as inputs of BERT in transformers, cut to ``max_length`` tokens."""
     sentences = [list(column) for column in zip(*texts, strict=True)]
     tokens = tokenizer(*sentences, truncation=True, max_length=max_length)
     padded = tokenizer.pad(tokens, pad_to_multiple_of=LENGTHS, return_tensors="pt")

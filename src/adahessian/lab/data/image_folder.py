@@ -71,7 +71,7 @@ def center_view(size: int, shorter_side: int, image: Image.Image, epoch: int, in
 
 
 def random_view(size: int, seed: int, image: Image.Image, epoch: int, index: int) -> Image.Image:
-    """Return a random part of an image, scaled to a size and perhaps mirrored, the same one on every worker."""
+    """Return a random part of an image, scaled and perhaps mirrored. All workers draw the same part."""
     generator = random_stream("augment", seed, epoch, index)
     box = random_box(image.width, image.height, generator)
     part = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
