@@ -57,7 +57,9 @@ class _Job:
     def start(self, at_once: int) -> None:
         """Start the process. Without OMP_NUM_THREADS, several processes share the cores."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "adahessian", "train", *self.arguments]
+        program = Path(sys.argv[0])  # a user's script, which knows tasks of its own, or this package
+        is_script = program.suffix == ".py" and program.name != "__main__.py"
+        command = [sys.executable, *([program] if is_script else ["-m", "adahessian"]), "train", *self.arguments]
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} if at_once > 1 else {}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> None:
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
             raise RunFileError(f"{file} is out of date. Run `adahessian report {folder} --markdown {file}`.")
     else:
-        print_tables(runs)
-        with atomic_write(options.output) as stream:
+        with atomic_write(options.output) as stream:  # before the tables, because `| head` ends the command
             stream.write(_page(runs, bench).encode())
+        print_tables(runs)
         print(f"{options.output} shows all tables and figures.")
 
 

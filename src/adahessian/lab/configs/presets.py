@@ -45,6 +45,8 @@ def preset(name: str, title: str, data: str = NO_DATA, notes: str = "") -> Calla
     """Register the decorated function as an experiment. Its docstring and ``notes`` become the notes."""
 
     def register(make: Make) -> Make:
+        if name in PRESETS and PRESETS[name].make.__module__ != make.__module__:
+            raise ConfigError(f"There is a task {name} already. Choose another name for the preset.")
         paragraphs = filter(None, map(cleandoc, (make.__doc__ or "", notes)))
         PRESETS[name] = Preset(name=name, title=title, data=data, notes="\n\n".join(paragraphs), make=make)
         return make
