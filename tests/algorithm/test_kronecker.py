@@ -11,16 +11,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adahessian import AdaHessianKron, Curvature, diagnose, param_groups
-from adahessian.algorithm import kronecker
+from adahessian.algorithm import roots
 from adahessian.algorithm.kronecker import (
     families_of,
     fold_rotations,
-    inverse_roots,
     reduce_rotations,
-    root_refreshes,
     rotated_update,
     rotation_for,
 )
+from adahessian.algorithm.roots import inverse_roots, root_refreshes
 from adahessian.algorithm.state import shape_of
 from cases import ATTENTION, CONVOLUTION, MLP, flat_parameters, train
 from kron_reference import adahessian_kron
@@ -175,7 +174,7 @@ def test_a_root_that_is_not_finite_is_not_stored(monkeypatch):
         roots[0, 0, 1 % len(roots[0])] = math.nan  # of the first parameter's first block in each size
         return roots
 
-    monkeypatch.setattr(kronecker, "inverse_roots", broken)
+    monkeypatch.setattr(roots, "inverse_roots", broken)
     refresh(families, stored, torch.full((2,), math.inf).double(), 0.5)
     assert all(root.isfinite().all() for own in stored for root in own)
     assert torch.equal(stored[0][2][:3], before[0][2][:3])
@@ -188,7 +187,7 @@ def test_roots_are_computed_without_reduced_precision(enable, monkeypatch):
     # torch's own test tools, which other tests import, forbid to set these flags.
     flags = torch.backends.flags_frozen.__globals__
     monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
-    monkeypatch.setattr(kronecker, "inverse_roots", lambda *args, **_: seen.append(matmul.fp32_precision) or args[0])
+    monkeypatch.setattr(roots, "inverse_roots", lambda *args, **_: seen.append(matmul.fp32_precision) or args[0])
     try:
         if enable == "old":
             torch.set_float32_matmul_precision("medium")
@@ -360,7 +359,7 @@ def drive(optimizer, params, is_present=lambda step, i: True, steps=9):
     "own", [{}, {"maximize": True, "lr": torch.tensor([0.01], dtype=torch.float64)}, {"capturable": True}], ids=str
 )
 def test_parameters_together_step_as_each_would_alone(own, is_present, limit, monkeypatch):
-    monkeypatch.setattr(kronecker, "_ENOUGH", limit)  # of factors, whose roots are computed at once
+    monkeypatch.setattr(roots, "_ENOUGH", limit)  # of factors, whose roots are computed at once
     options = {"lr": 0.01, "block_size": 4, "weight_decay": 0.1, "curvature_every": 2}
     params, others = made(SHAPES), made(SHAPES)
     drive(AdaHessianKron(params.values(), **{**options, **own}), params, is_present)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -30,24 +30,19 @@ from torch.nn.functional import pad
 
 from adahessian.algorithm.shapes import CurvatureShape, Estimate
 from adahessian.algorithm.update import decay_weights
-from adahessian.base.precision import accurate_matmul, autocast_disabled
+from adahessian.base.precision import autocast_disabled
 
 # A curvature below this value counts as zero. Its square root is still far from float32's smallest number.
-_TINY = 1e-30
+TINY = 1e-30
 _HUGE = 1e18  # above this a norm's square would overflow
 _VANISHED = 1e-6  # of the largest element of a direction
 _BETA_SIGNAL = 0.99
 _LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
-_ROUNDING = 8  # the least damping, in units of the rounding error of the trace
-_SMALL = 64  # a GPU is as fast with matrices of this size as with smaller ones
-_ENOUGH = 2**24  # elements of factors that keep a device busy with their roots
 
 Form: TypeAlias = "Vector | Matrix"
 Stored: TypeAlias = Sequence[Sequence[Tensor]]  # of each parameter, in the order of ``Rotation.stored``
 Part: TypeAlias = "tuple[int, int] | None"  # the first row of this rank's shard and the number of its rows
-Side: TypeAlias = "tuple[Family, int, Cut]"  # the rows (0) or columns (1) of a family
-Wholes: TypeAlias = "dict[tuple[Family, int], Tensor]"  # traces over all ranks
 Gather: TypeAlias = Callable[[Tensor], Tensor]  # stacks the tensors of all ranks that have shards of the parameters
 
 
@@ -132,7 +127,7 @@ class Vector:
         """Apply the inverse root of the mean squares, relative to its mean."""
         rms = curvature[0].sqrt()
         own = rms if self.part is None else rms.narrow(-1, *self.part)
-        return momenta / (own / (rms.mean(-1, keepdim=True) + _TINY) + _VECTOR_DAMPING)
+        return momenta / (own / (rms.mean(-1, keepdim=True) + TINY) + _VECTOR_DAMPING)
 
 
 @dataclass(frozen=True)
@@ -272,7 +267,7 @@ class Family:
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Stack all members of tensors of the parameters' shapes. The stack of a single tensor may be a view."""
         pairs = zip(self._rotations, self.pick(tensors), strict=True)
-        return _cat([rotation.split(tensor) for rotation, tensor in pairs])
+        return cat([rotation.split(tensor) for rotation, tensor in pairs])
 
     def unstack(self, members: Tensor) -> list[Tensor]:
         """Undo :meth:`stack`."""
@@ -283,7 +278,7 @@ class Family:
         """Stack one tensor of each state. The stack of a single tensor is a view."""
         size, cut = tuple(self.form.stored.values())[key], self.form.cuts[key]
         pairs = zip(self.pick(stored), self.counts, strict=True)
-        members = _cat([tensors[key].reshape(count, *size) for tensors, count in pairs])
+        members = cat([tensors[key].reshape(count, *size) for tensors, count in pairs])
         return members if cut is None else cut.split(members)
 
     def write(self, stored: Stored, key: int, members: Tensor) -> None:
@@ -298,7 +293,8 @@ class Family:
         return torch.cat([value.expand(count) for value, count in parts]).view(-1, *(1,) * (dims - 1))
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
+def cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors. A single tensor is returned as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
@@ -311,7 +307,7 @@ def families_of(rotations: Sequence[Rotation]) -> list[Family]:
     return [Family(own, [rotations[place] for place in own]) for own in places.values()]
 
 
-def _over_shards(families: Sequence[Family], values: Sequence[Tensor], gather: Gather) -> list[Tensor]:
+def over_shards(families: Sequence[Family], values: Sequence[Tensor], gather: Gather) -> list[Tensor]:
     """Gather values of the families' members, (k, members), from all shards, (shards, k, members).
 
     They are sent in the order of parameters, because shards of unequal length are in different families.
@@ -329,7 +325,7 @@ def reduce_rotations(
     """Reduce products, one list per probe, to the moments of each parameter and to marks of what the loss reached."""
     estimates = [Estimate((), products[0][0].new_zeros((), dtype=torch.bool))] * len(products[0])
     for family in families:
-        stacks = _cat([family.stack(of_probe)[None] for of_probe in products])
+        stacks = cat([family.stack(of_probe)[None] for of_probe in products])
         took_part = torch.ones_like(stacks[0], dtype=torch.bool)
         if gradients is not None:
             took_part = stacks.ne(0).any(0).logical_or_(family.stack(gradients).ne(0))
@@ -346,108 +342,12 @@ def fold_rotations(
 ) -> None:
     """Fold one measurement of each parameter into its running means, in place, unless it is not finite."""
     for family in families:
-        values = list(map(_cat, zip(*(each.values for each in family.pick(estimates)), strict=True)))
+        values = list(map(cat, zip(*(each.values for each in family.pick(estimates)), strict=True)))
         half = len(values) // 2
         for key, (new, reached) in enumerate(zip(values[:half], values[half:], strict=True)):
             old, weight = family.read(stored, key), family.spread(weights, new.dim())
             folded = family.form.fold(old, new, reached, weight)
             family.write(stored, key, torch.where(family.spread(not_finite, new.dim()), old, folded))
-
-
-def root_refreshes(
-    families: Sequence[Family], stored: Stored, measurements: Tensor, least: float, gather: Gather | None = None
-) -> list[Callable[[], None]]:
-    """Return functions that refresh the inverse roots. Each function handles factors of one size.
-
-    The damping is relative to the mean eigenvalue. After n measurements it is 1 / n, but at least ``least``, because
-    factors from few measurements are unreliable. A root keeps its old value if the new one is not finite.
-    """
-    groups: list[tuple[int, list[Side]]] = []
-    waiting: dict[int, list[Side]] = {}
-    cuts = [(family, key, cut) for family in families for key, cut in enumerate(family.form.cuts[:2]) if cut]
-    for family, key, cut in cuts:
-        size = _SMALL if measurements.is_cuda and 1 < cut.size < _SMALL else cut.size
-        waiting.setdefault(size, []).append((family, key, cut))
-        if sum(sum(each.counts) * side.blocks for each, _, side in waiting[size]) * size**2 > _ENOUGH:
-            groups.append((size, waiting.pop(size)))
-    wholes: Wholes = {}
-    if gather is not None and cuts:
-        matrices = [family for family, key, _ in cuts if key == 0]
-        traces = _over_shards(matrices, [_trace(family.read(stored, 0))[None] for family in matrices], gather)
-        wholes = {(family, 0): each.sum((0, 1)) for family, each in zip(matrices, traces, strict=True)}
-    refresh = partial(_refresh, stored, measurements, least, wholes)
-    return [partial(refresh, size, sides) for size, sides in (*groups, *waiting.items())]
-
-
-def _refresh(
-    stored: Stored, measurements: Tensor, least: float, wholes: Wholes, size: int, sides: Sequence[Side]
-) -> None:
-    dampings = measurements.clamp(min=1).reciprocal().clamp(min=least)
-    factors, numbers = [], []
-    for family, key, cut in sides:
-        factor = family.read(stored, key)
-        factors.append(pad(factor, [0, size - cut.size] * 2) if size > cut.size else factor)
-        # Over all blocks of a dimension, so that blocks keep their relative size.
-        mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
-        numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
-    with accurate_matmul(factors[0]):
-        roots = inverse_roots(
-            _cat([factor.flatten(0, 1) for factor in factors]),
-            *_cat([each.flatten(1).mT for each in numbers]).unbind(1),
-            # No eigenvalue is larger than the trace, which is the mean times the length.
-            condition=1.01 * max(cut.length for _, _, cut in sides) / least + 1.0,
-        ).split([each[0].numel() for each in numbers])
-    for (family, key, cut), factor, each in zip(sides, factors, roots, strict=True):
-        old, root = family.read(stored, key + 2), each.view_as(factor)[..., : cut.size, : cut.size]
-        is_valid = root.sum((-2, -1), keepdim=True).isfinite() & family.spread(measurements, 4).gt(0)
-        family.write(stored, key + 2, torch.where(is_valid, root, old))
-
-
-def _trace(factor: Tensor) -> Tensor:
-    return factor.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
-
-
-def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition: float) -> Tensor:
-    r"""Compute :math:`(L / \bar\lambda + \delta I)^{-1/2}` of a batch of matrices by coupled Newton-Schulz iterations.
-
-    .. math::
-        T = \tfrac{\rho}{2} (3 I - \rho^2 Z Y), \quad Y \leftarrow Y T, \quad Z \leftarrow T Z, \quad
-        \rho^2 = \frac{3}{1 + l + l^2}
-
-    ``condition`` bounds the condition of all matrices, which gives l, a lower bound of the square roots of Z Y's
-    eigenvalues, all at most 1. The scale :math:`\rho` makes the bound 2.6 times as large per iteration while it is
-    small (Chen and Chow, 2014). Without the scale it is 1.5 times. The mean scales only the length of a direction, and
-    dividing by it prevents overflow. The damping is raised if rounding errors of the iterations would exceed it.
-    """
-    size, eps = factors.shape[-1], torch.finfo(factors.dtype).eps
-    a = factors / means.clamp(min=_TINY)[:, None, None]
-    diagonal = a.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(damping.maximum(_ROUNDING * eps * diagonal.sum(-1).clamp(min=size))[:, None])
-    if size == 1:
-        return a.rsqrt()
-    # Both norms are at least the largest eigenvalue. Rounding must not exceed it, hence the last factor.
-    bound = a.abs().sum(-1, keepdim=True).amax(-2, keepdim=True).minimum(a.square().sum((-2, -1), keepdim=True).sqrt())
-    bound = bound * 1.001
-    eye = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)
-    y, z = a / bound, eye
-    for number, rho in enumerate(_scales(min(condition, 1 / (_ROUNDING * eps)), eps)):
-        # The first product is with the identity.
-        start, cube = 1.5 * rho, -0.5 * rho**3
-        step = torch.baddbmm(eye, z, y, beta=start, alpha=cube) if number else start * eye + cube * y
-        y, z = y @ step, step @ z if number else step
-    root = z * bound.rsqrt()
-    return 0.5 * (root + root.mT)
-
-
-@lru_cache
-def _scales(condition: float, eps: float) -> list[float]:
-    """Return the scale of each iteration that matrices of this condition need to reach rounding errors."""
-    low, scales = condition**-0.5, []
-    while low < 1 - eps**0.5:
-        rho = (3 / (1 + low + low * low)) ** 0.5
-        low = min(rho / 2 * low * (3 - rho * rho * low * low), 1.0)
-        scales.append(rho)
-    return [*scales, 1.0]  # the last iterations converge quadratically
 
 
 def take_rotated_steps(
@@ -507,7 +407,7 @@ def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tu
     momenta = family.stack(exp_avgs).to(grad_square.dtype)
     u, m = family.form.rotate(momenta, curvature).flatten(1), momenta.flatten(1)
     # The scale cancels, but squares would overflow. Shards may be empty.
-    largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + _TINY
+    largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + TINY
     u = u.div_(largest[:, None])
     moved = u.abs().gt(_VANISHED).sum(1).to(u)  # without rows of a table that have not occurred for a long time
     return u, [norm(m, dim=1), norm(u, dim=1), (m * u).sum(1), norm(m, 1, 1), moved, largest]
@@ -518,7 +418,7 @@ def _sizes_of_all_shards(
 ) -> list[list[Tensor]]:
     """Combine the sizes of :func:`_direction`, after the gradient's norm, and give directions a common scale."""
     combined = []
-    of_all = _over_shards(families, [torch.stack(tuple(each)) for each in sizes], gather)
+    of_all = over_shards(families, [torch.stack(tuple(each)) for each in sizes], gather)
     for direction, (*_, own), of_shards in zip(directions, sizes, of_all, strict=True):
         largest = of_shards[:, -1].amax(0)
         direction.mul_((own / largest)[:, None])
@@ -543,9 +443,9 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any
     """
     t = family.spread(number) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes
-    signal = m_norm.clamp(max=_HUGE) / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + _TINY)
-    gain = (signal * m_sum / (inner + _TINY)).nan_to_num(0.0)  # both may overflow
-    one = 1 / (u_norm / moved.clamp(min=1).sqrt() + _TINY)  # the scale for a root mean square of 1
+    signal = m_norm.clamp(max=_HUGE) / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + TINY)
+    gain = (signal * m_sum / (inner + TINY)).nan_to_num(0.0)  # both may overflow
+    one = 1 / (u_norm / moved.clamp(min=1).sqrt() + TINY)  # the scale for a root mean square of 1
     return torch.maximum(gain, signal * one).minimum(_LONGEST * one)
 
 
@@ -566,7 +466,7 @@ def condition(shape: Rotation, stored: Sequence[Tensor], damping: Tensor) -> dic
     for factor, cut in zip(stored[:2], (shape.form.rows, shape.form.columns), strict=True):
         values = torch.linalg.eigvalsh(cut.split(factor.double())).view(shape.members, -1)
         values = values.sort().values[:, -cut.length :]  # without the zeros of padded rows
-        relative = values / (values.mean(1, keepdim=True) + _TINY)
+        relative = values / (values.mean(1, keepdim=True) + TINY)
         conditions.append(((relative[:, -1] + damping) / (relative[:, 0] + damping)).max())
         damped.append(relative.lt(damping).flatten())
     return {"condition": torch.stack(conditions).max(), "damped": torch.cat(damped).double().mean()}

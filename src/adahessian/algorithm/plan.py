@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from adahessian.algorithm import kronecker
 from adahessian.algorithm.fused import FusedTensors, can_draw, can_fuse
 from adahessian.algorithm.probes import draw_like, probe_key
+from adahessian.algorithm.roots import root_refreshes
 from adahessian.algorithm.shapes import Blocks, Estimate, as_real, hutchinson
 from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_counts, shape_here, shape_of, state_problem
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
@@ -270,7 +271,7 @@ class Bucket:
         """Refresh the inverse roots of all factors, in a CUDA graph if enabled."""
         families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
         counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
-        refreshes = kronecker.root_refreshes(families, stored, counts, least, self._gather)
+        refreshes = root_refreshes(families, stored, counts, least, self._gather)
         (run if run and self._gather is None else _one_by_one)((least, *self._addresses()), refreshes)
 
     def _take_rotated_steps(self, grads: list[Tensor], number: float | Tensor) -> None:
@@ -287,9 +288,8 @@ class Bucket:
             is_here = isinstance(value, Tensor) and value.device == place.device
             place.copy_(value.reshape(place.shape)) if is_here else place.fill_(float(value))
         numbers, lr, beta1, decay, _ = self._numbers
-        options = {"lr": lr, "betas": (beta1,), "weight_decay": decay, "maximize": group["maximize"]}
-        options["capturable"] = True
-        own = [partial(self._run, kronecker.take_rotated_steps, (f,), *tensors, numbers, options) for f in families]
+        given = {"lr": lr, "betas": (beta1,), "weight_decay": decay, "maximize": group["maximize"], "capturable": True}
+        own = [partial(self._run, kronecker.take_rotated_steps, (f,), *tensors, numbers, given) for f in families]
         (run or _one_by_one)((group["maximize"], *self._addresses(*grads)), own)
 
     def _addresses(self, *others: Tensor) -> Iterator[int]:
@@ -335,6 +335,7 @@ class Plan:
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self._look: list[Any] = []
+        self._is_small = True
         self._state: dict[Tensor, State] = {}
         self._places: dict[Places, list[tuple[Bucket, list[int]]]] = {}
 
@@ -346,6 +347,7 @@ class Plan:
             return
         self._look, self._places = [], {}
         self.buckets = list(_make_buckets(groups, state))
+        self._is_small = sum(param.numel() for bucket in self.buckets for param in bucket.here) <= _SMALL
         self._look = look
 
     def draw(self, params: Sequence[Tensor], probe: int, out: Sequence[Tensor] | None) -> list[Tensor]:
@@ -411,8 +413,7 @@ class Plan:
             yield
         if run and updates:
             # Large updates fill a device on their own. In parallel, their temporary copies would need memory at once.
-            is_small = sum(param.numel() for bucket in self.buckets for param in bucket.here) <= _SMALL
-            run(tuple(keys), updates if is_small else [partial(_one_by_one, None, updates)])
+            run(tuple(keys), updates if self._is_small else [partial(_one_by_one, None, updates)])
 
     def _split(self, params: Sequence[Tensor]) -> list[tuple[Bucket, list[int]]]:
         """Return the buckets of these parameters, with each parameter's index in this list."""

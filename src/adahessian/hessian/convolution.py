@@ -54,8 +54,8 @@ def _compute(geometry: _Geometry, y: Tensor | None, x: Any, w: Any, bias: Tensor
         placeholder = y.new_empty(())  # only the shape of the missing argument matters
         x = placeholder.expand(geometry.x) if x is None else x
         w = placeholder.expand(geometry.w) if w is None else w
-        by_x, by_w, _ = torch.ops.aten.convolution_backward(y, x, w, None, *geometry.sizes, wanted)
-        return by_x if wanted[0] else by_w  # type: ignore[no-any-return]
+        gradients: list[Tensor] = torch.ops.aten.convolution_backward(y, x, w, None, *geometry.sizes, wanted)
+        return gradients[0 if wanted[0] else 1]
 
 
 class _Gradient(Function):

@@ -104,7 +104,7 @@ def _markdown(template: Path, runs: pd.DataFrame, bench: pd.DataFrame, folder: P
 
     def find(task: str, label: str) -> pd.DataFrame:
         if (found := frames.most_seeds(runs[(runs.task == task) & (runs.label == label)])).empty:
-            raise RunFileError(f"There are no runs of {task}, {label}. Add such runs, or change the template.")
+            raise RunFileError(f"No run of {task} has the label {label}. Add one, or change the template.")
         return found
 
     def as_text(value: Any) -> Any:

@@ -166,14 +166,14 @@ def typed(options: Mapping[str, Any], *, unset: bool = False) -> list[str]:
     return words
 
 
-def _add_help(options: Options) -> None:
+def _add_help(options: Any) -> None:
     """Pass comments and docstrings of options to tyro as help, because its own search parses files repeatedly."""
     comments: dict[str, str] = {}
     for cls in reversed(type(options).__mro__):
         source = "".join(getlines(getattr(sys.modules[cls.__module__], "__file__", "")))
         body = re.split(r"\n\S", source.partition(f"\nclass {cls.__name__}(")[2], maxsplit=1)[0]
         comments |= re.findall(r"^    (\w+): .*  # (.+)", body, re.MULTILINE)
-    for option in fields(options):  # type: ignore[arg-type]
+    for option in fields(options):
         text, value = comments.get(option.name), getattr(options, option.name)
         if isinstance(value, Options):
             _add_help(value)
