@@ -12,7 +12,7 @@ from torch import nn
 
 import adahessian
 from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose
-from adahessian.algorithm.plan import Execution, updates_run
+from adahessian.algorithm.plan import updates_compiled
 from cases import ATTENTION, CONVOLUTION, MLP, exact_derivatives, flat_parameters, train
 from kron_reference import adahessian_kron
 from reference import signs
@@ -360,7 +360,7 @@ def test_compiled_arithmetic_is_the_uncompiled_one_at_any_learning_rate(case, qu
         optimizer = AdaHessianKron(model.parameters(), **OPTIONS)
         for step in range(5):
             optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
-            with updates_run(Execution(is_compiled)):
+            with updates_compiled(is_compiled):
                 train(case, model, optimizer, case.batch(torch.float32), 1, "object")
     torch.testing.assert_close(*map(flat_parameters, models), rtol=1e-4, atol=1e-5)
 
@@ -385,7 +385,7 @@ def test_compiled_updates_follow_schedules_of_all_options_with_one_key_per_addre
             curvature.measure(MLP.batch(torch.float32))
             optimizer.zero_grad(set_to_none=False)
             MLP.loss(model, MLP.batch(torch.float32)).backward()
-            with updates_run(Execution(*how)):
+            with updates_compiled(*how):
                 optimizer.step()
     for model in models[1:]:
         torch.testing.assert_close(flat_parameters(model), flat_parameters(models[0]), rtol=1e-4, atol=1e-5)
@@ -429,7 +429,7 @@ def test_arithmetic_that_does_not_compile_runs_uncompiled(monkeypatch, caplog):
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
     models = [MLP.model(torch.float32) for _ in range(2)]
     for model, is_compiled in zip(models, (False, True), strict=True):
-        with updates_run(Execution(is_compiled)):
+        with updates_compiled(is_compiled):
             train(MLP, model, AdaHessianKron(model.parameters(), **OPTIONS), MLP.batch(torch.float32), 3, "object")
     torch.testing.assert_close(*map(flat_parameters, models))
     assert "no compiler" in caplog.text

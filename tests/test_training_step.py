@@ -31,13 +31,12 @@ PLAIN_OPTIMIZERS = [
 
 
 class PretendedGraph:
-    """A CapturedFunction without CUDA: a replay runs the function, and spoils what graphs in its memory have left."""
+    """A CapturedFunction without CUDA: a replay runs the function, and spoils what all other graphs have left."""
 
     captured: list["PretendedGraph"]
-    reserved = 1
 
     def __init__(self, function, model, memory=None, rehearse=True):
-        self._function, self._result, self.rehearse, self.memory = function, None, rehearse, memory
+        self._function, self._result, self.rehearse = function, None, rehearse
         if rehearse:
             with buffers_restored(model), random_state_kept(model):
                 before = torch.get_rng_state()
@@ -49,7 +48,7 @@ class PretendedGraph:
         if not self.rehearse:  # it reads what an earlier graph has left, and leaves nothing
             self._function()
             return None
-        for graph in [graph for graph in self.captured if graph.memory is self.memory]:
+        for graph in self.captured:
             for tensor in graph.tensors(graph._result):
                 tensor.fill_(torch.nan)
         for static, tensor in zip(self.tensors(self._result), self.tensors(self._function()), strict=True):
@@ -64,17 +63,6 @@ class PretendedGraph:
 
 
 class PretendedMemory:
-    forks = 0
-
-    def __init__(self, is_urgent=False):
-        pass
-
-    def fork(self):
-        PretendedMemory.forks += 1
-
-    def beside(self, join=False):
-        return nullcontext()
-
     def side_by_side(self, functions):
         for function in reversed(functions):  # their order does not matter
             function()
@@ -83,7 +71,7 @@ class PretendedMemory:
 @pytest.fixture
 def graphs(monkeypatch):
     """Everything is captured, as on a GPU; the graphs so far."""
-    PretendedGraph.captured, PretendedMemory.forks = [], 0
+    PretendedGraph.captured = []
     monkeypatch.setattr(training_step, "CapturedFunction", PretendedGraph)
     monkeypatch.setattr(training_step, "Memory", PretendedMemory)
     monkeypatch.setattr(training_step, "cuda_device_of", lambda model: torch.device("cpu"))
@@ -171,33 +159,6 @@ def test_autocast_around_it_is_as_autocast_around_the_loop(kind):
 def test_graphs_do_what_the_loop_does_bit_by_bit(graphs, fraction):
     assert_same(run(TrainingStep, batch_fraction=fraction), run(in_a_loop, batch_fraction=fraction))
     assert len(graphs) == 2, "one for the gradient, one for the curvature"
-    assert not PretendedMemory.forks, "both graphs draw from the same generator"
-
-
-class Scaling(nn.Tanh):
-    """A layer that reads a buffer which it changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        return super().forward(x) * self.count.add_(1)
-
-
-@pytest.mark.parametrize(
-    ("case", "largest", "forks"),
-    [
-        (BATCH_NORM, 1, 2),  # two of three measurements, because the first captures
-        (BATCH_NORM, 0, 0),  # a larger gradient
-        (Case("counting", lambda: nn.Sequential(nn.Linear(5, 3), Scaling()), (16, 5)), 1, 0),
-    ],
-)
-def test_a_slice_is_measured_beside_a_small_gradient(graphs, monkeypatch, case, largest, forks):
-    monkeypatch.setattr(training_step, "_LITTLE", largest)
-    assert_same(run(TrainingStep, case=case, batch_fraction=0.5), run(in_a_loop, case=case, batch_fraction=0.5))
-    assert PretendedMemory.forks == forks
-    assert len({id(graph.memory) for graph in graphs}) == 1 + bool(forks)
 
 
 @pytest.mark.parametrize("make", PLAIN_OPTIMIZERS)
@@ -640,13 +601,13 @@ def test_running_out_of_memory_is_no_reason_to_do_without_the_compiler(monkeypat
 
 
 class Scarce:
-    """A loss that runs out of memory once when told, on the part of a batch that the curvature is measured on."""
+    """A loss that runs out of memory once when told."""
 
-    is_short, held, size = False, None, 16
+    is_short, held = False, None
 
     def __call__(self, model, batch):
         loss = MLP.loss(model, batch)
-        if self.is_short and len(batch[0]) == self.size:
+        if self.is_short:
             self.is_short, self.held = False, weakref.ref(loss)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss
@@ -656,9 +617,7 @@ def scarce(make, **options):
     """A curvature that is due at every second step, with its loss."""
     model, loss_fn = MLP.model(), Scarce()
     optimizer = make(model.parameters(), lr=0.01, curvature_every=2, curvature_warmup=0)
-    curvature = Curvature(model, loss_fn, optimizer, **options)
-    loss_fn.size = int(16 * curvature.batch_fraction)
-    return curvature, loss_fn
+    return Curvature(model, loss_fn, optimizer, **options), loss_fn
 
 
 def curvature_of(optimizer):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,43 +23,26 @@ class CannotCapture(Exception):  # noqa: N818
     """The reason why a function cannot be captured."""
 
 
+@dataclass(frozen=True)
 class Memory:
-    """Memory on the current device that graphs share, because they never run at the same time.
+    """Memory on the current device that graphs share, because they never run at the same time."""
 
-    If graphs of two memories run at the same time, the device prefers kernels of the one with ``is_urgent``.
-    """
-
-    def __init__(self, *, is_urgent: bool = False) -> None:
-        self.pool: Any = torch.cuda.graph_pool_handle()  # its type's name depends on the torch version
-        # The allocator reuses freed memory on the same stream only. Libraries keep workspaces per stream, too.
-        self.stream, *self._others = [torch.cuda.Stream(priority=-is_urgent) for _ in range(4)]
-
-    def fork(self) -> None:
-        """Let the kernels that :meth:`beside` launches wait for all kernels so far, but not for later ones."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-
-    @contextmanager
-    def beside(self, *, join: bool = False) -> Iterator[None]:
-        """Launch kernels on a stream of this memory. ``join`` lets the current stream wait for them."""
-        current = torch.cuda.current_stream()
-        try:
-            with torch.cuda.stream(self.stream):
-                yield
-        finally:
-            if join:
-                current.wait_stream(self.stream)
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)  # its type's name depends on the torch version
+    # The allocator reuses freed memory on the same stream only. Libraries keep workspaces per stream, too.
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    others: tuple[torch.cuda.Stream, ...] = field(default_factory=lambda: tuple(torch.cuda.Stream() for _ in range(3)))
 
     def side_by_side(self, functions: Sequence[Callable[[], object]]) -> None:
         """Run independent functions on several streams, so that they run in parallel when captured."""
-        streams = (current := torch.cuda.current_stream()), *self._others
-        for other in self._others:
+        streams = (current := torch.cuda.current_stream()), *self.others
+        for other in self.others:
             other.wait_stream(current)
         try:
             for number, function in enumerate(functions):
                 with torch.cuda.stream(streams[number % len(streams)]):
                     function()
         finally:
-            for other in self._others:  # also after an error, because a capture cannot end before all streams join
+            for other in self.others:  # also after an error, because a capture cannot end before all streams join
                 current.wait_stream(other)
 
 
@@ -84,9 +68,7 @@ class CapturedFunction(Generic[Result]):
                     # thread_local, because other threads, such as data loaders, may allocate memory.
                     torch.cuda.graph(self._graph, memory.pool, memory.stream, capture_error_mode="thread_local"),
                 ):
-                    before = torch.cuda.memory_reserved()
                     self._result = function()
-                    self.reserved = torch.cuda.memory_reserved() - before  # bytes, without memory of other graphs
             finally:
                 torch.cuda.set_stream(current)  # a failed capture may leave its own stream current
 

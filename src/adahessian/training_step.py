@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from adahessian.algorithm.plan import Execution, updates_run
+from adahessian.algorithm.plan import updates_compiled
 from adahessian.base.batches import SeenSignatures, map_tensors, slice_batch, tensors_in
 from adahessian.base.errors import first_line
 from adahessian.base.log import info_once, logger
@@ -32,7 +31,6 @@ Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in fro
 
 _MOST_UPDATES = 64  # captured updates. Each kind of batch has two, one for the roots and one for the step
 _TENSORS = operator.attrgetter("_parameters", "_buffers")
-_LITTLE = 2**30  # bytes. The kernels of a gradient that needs more fill a device
 
 
 class TrainingStep:
@@ -109,9 +107,7 @@ class TrainingStep:
         self._captures_updates = True
         # Updates have separate memory, because other graphs could be captured into memory that the updates reuse.
         self._memory: Memory
-        self._pass_memory: Memory
         self._update_memory: Memory
-        self._folding: Callable[[], AbstractContextManager[None]] = nullcontext  # of this step's measurement
         self._modules: list[nn.Module] = []
         self._look: object = None
 
@@ -141,15 +137,13 @@ class TrainingStep:
         key = self._seen.key(batch) if self._compiles or self._captures else None
         is_captured = self._captures and key is not None
         run = self._run_updates if is_captured and self._captures_updates else None
-        execution, self._folding = Execution(is_captured and self._compiles, run), nullcontext
-        with updates_run(execution):
+        with updates_compiled(is_captured and self._compiles, run):
             found = self._replay(key, batch, params, curvature) if is_captured else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
             for param, gradient in zip(params, gradients, strict=True):
                 if param.grad is not gradient:
                     param.grad = gradient
-            with updates_run(execution._replace(folding=self._folding)):
-                self._optimizer.step()
+            self._optimizer.step()
         return loss.clone()  # a copy, because the next step overwrites a captured loss
 
     def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:
@@ -172,9 +166,7 @@ class TrainingStep:
         """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
-                self._graphs, self._updates = {}, {}
-                self._memory, self._update_memory = Memory(), Memory(is_urgent=True)
-                self._pass_memory = Memory(is_urgent=True)
+                self._graphs, self._updates, self._memory, self._update_memory = {}, {}, Memory(), Memory()
             autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             kind = key, tuple(map(id, params)), tuple([module.training for module in self._modules]), autocast
             try:
@@ -248,7 +240,6 @@ class _Graphs:
     """CUDA graphs for batches of one kind, each captured when it is first needed.
 
     The graphs of a step run one after another in the same memory, so a graph may overwrite the results of earlier ones.
-    If the gradient leaves a part of the device idle, the pass on a slice runs beside it, in memory of its own.
     """
 
     def __init__(self, step: TrainingStep, key: Hashable, batch: Any, params: list[Tensor]) -> None:
@@ -257,7 +248,6 @@ class _Graphs:
                 raise CannotCapture(f"the batch has a tensor on {tensor.device}, but the model is on {step._device}")
         self._step, self._key, self._params = step, key, params
         self._batch = map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
-        self._pass_memory = step._memory
         self._probes: list[list[Tensor]] = []
         self._gradient: CapturedFunction[Gradient] | None = None
         self._derivatives: CapturedFunction[Derivatives] | None = None
@@ -278,24 +268,9 @@ class _Graphs:
                 loss_of = step._loss(self._key, self._batch, self._params)
             differentiate = partial(_differentiate, loss_of, self._batch, self._params)
             self._gradient = CapturedFunction(differentiate, step._model, step._memory)
-            if self._gradient.reserved <= _LITTLE and _can_run_beside(step._modules):
-                self._pass_memory = step._pass_memory
-        if curvature is not None and self._runs_beside(curvature):
-            self._pass_memory.fork()
-            gradient = self._gradient.replay()
-            with self._pass_memory.beside():
-                self._measure(curvature, keep_buffers=False)
-            step._folding = partial(self._pass_memory.beside, join=True)
-            return gradient
         if curvature is not None:
             self._measure(curvature, keep_buffers=False)
         return self._gradient.replay()
-
-    def _runs_beside(self, curvature: Curvature[Any]) -> bool:
-        """Return whether the pass on a slice can run beside the gradient: captured, in its own memory, not random."""
-        is_captured = self._derivatives is not None and not self._derivatives.is_random
-        is_apart = self._pass_memory is not self._step._memory
-        return is_captured and is_apart and len(self._probes) == curvature.optimizer._begin_measurement().num_probes
 
     def _measure(self, curvature: Curvature[Any], *, keep_buffers: bool) -> Derivatives | None:
         """Compute the curvature, or return None if memory runs out and the last curvature stays."""
@@ -313,7 +288,7 @@ class _Graphs:
                     found = compute(part, static, keep_buffers)
                     return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
 
-                self._derivatives = CapturedFunction(derivatives, step._model, self._pass_memory)
+                self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
             for number, probe in enumerate(self._probes):
                 request.draw(number, out=probe)
             # A pass on a slice restores random states. A pass that also gives the gradient advances them.
@@ -344,14 +319,6 @@ def _as_backward_leaves(gradients: Sequence[Tensor | None], params: Sequence[Ten
             taken.add(gradient.data_ptr())
         own.append(gradient)
     return own
-
-
-def _can_run_beside(modules: Sequence[nn.Module]) -> bool:
-    """Return whether a pass computes the same while the gradient changes buffers.
-
-    In training, batch norm does not read the buffers that it changes. Other layers may.
-    """
-    return all(isinstance(module, _BatchNorm) or not module._buffers for module in modules)
 
 
 def _look(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, repeat
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,32 +44,21 @@ Measurement = dict[Tensor, Estimate]
 Lists = Sequence[Sequence[Any]]  # of tensors, one list per probe
 Run = Callable[[Hashable, Sequence[Callable[[], Any]]], Any]
 
-
-class Execution(NamedTuple):
-    """How updates run.
-
-    ``is_compiled`` compiles the arithmetic of curvature that rotates, which has many small kernels. ``run(key,
-    updates)`` runs updates that are independent of each other. It may replay earlier updates with the same key, because
-    they did the same computation in the same memory. A measurement is folded inside ``folding``.
-    """
-
-    is_compiled: bool = False
-    run: Run | None = None
-    folding: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-_PLAIN = Execution()
-_EXECUTION: ContextVar[Execution] = ContextVar("execution", default=_PLAIN)
+_COMPILED: ContextVar[tuple[bool, Run | None]] = ContextVar("compiled", default=(False, None))
 
 
 @contextmanager
-def updates_run(execution: Execution) -> Iterator[None]:
-    """Run the updates inside the context as described."""
-    token = _EXECUTION.set(execution)
+def updates_compiled(enabled: bool, run: Run | None = None) -> Iterator[None]:
+    """Inside the context, compile the arithmetic of curvature that rotates, which has many small kernels.
+
+    ``run(key, updates)`` runs updates that are independent of each other. It may replay earlier updates with the same
+    key, because they did the same computation in the same memory.
+    """
+    token = _COMPILED.set((enabled, run))
     try:
         yield
     finally:
-        _EXECUTION.reset(token)
+        _COMPILED.reset(token)
 
 
 def _one_by_one(key: Hashable, updates: Sequence[Callable[[], Any]]) -> None:
@@ -280,7 +269,7 @@ class Bucket:
 
     def _refresh_roots(self) -> None:
         """Refresh the inverse roots of all factors, in a CUDA graph if enabled."""
-        families, stored, least, run = self.families or [], self._stored, self.group["damping"], _EXECUTION.get().run
+        families, stored, least, run = self.families or [], self._stored, self.group["damping"], _COMPILED.get()[1]
         counts = self._count("measurements") if run is None else self._numbers[-1].copy_(self._count("measurements"))
         refreshes = root_refreshes(families, stored, counts, least, self._gather)
         (run if run and self._gather is None else _one_by_one)((least, *self._addresses()), refreshes)
@@ -289,7 +278,7 @@ class Bucket:
         """Take the step with this number, compiled and captured if enabled and possible."""
         families, group = self.families or [], self.group
         tensors = self.here, grads, self._exp_avgs, self._stored
-        is_compiled, run, _ = _EXECUTION.get()
+        is_compiled, run = _COMPILED.get()
         if self._gather is not None or not (is_compiled or run):
             kronecker.take_rotated_steps(families, *tensors, number, group, self._gather)
             return
@@ -309,7 +298,7 @@ class Bucket:
 
     def _run(self, function: Callable[..., Any], families: Sequence[kronecker.Family], *args: Any) -> Any:
         """Call a function of curvature that rotates, compiled if enabled and possible."""
-        if self._gather is not None or not _EXECUTION.get().is_compiled:
+        if self._gather is not None or not _COMPILED.get()[0]:
             return function(families, *args)
         key = function, *families
         if key not in self._compiled:
@@ -402,7 +391,7 @@ class Plan:
                 bucket.complete(places, self._state)
                 if id(bucket.group) in ready:
                     chosen.append(bucket.select(places, self._state))
-        with _EXECUTION.get().folding(), self._run_together():
+        with self._run_together():
             for bucket in chosen:
                 bucket.begin_step(measurement, self._state)
         with self._run_together():
@@ -412,8 +401,7 @@ class Plan:
     @contextmanager
     def _run_together(self) -> Iterator[None]:
         """Inside the context, collect the updates of all buckets, and run them in one call at the end."""
-        execution = _EXECUTION.get()
-        run = execution.run
+        is_compiled, run = _COMPILED.get()
         keys: list[Hashable] = []
         updates: list[Callable[[], Any]] = []
 
@@ -421,7 +409,7 @@ class Plan:
             keys.append(key)
             updates.extend(some)
 
-        with updates_run(execution._replace(run=collect if run else None)):
+        with updates_compiled(is_compiled, collect if run else None):
             yield
         if run and updates:
             # Large updates fill a device on their own. In parallel, their temporary copies would need memory at once.
