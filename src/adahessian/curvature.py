@@ -107,8 +107,10 @@ class Curvature(Generic[Model]):
         self.batch_fraction, self.batch_dim = batch_fraction, batch_dim
         self._loss_scale = LossScale(loss_fn, scaler) if scaler is not None and scaler.is_enabled() else None
         # TrainingStep takes the gradient of a whole batch from the same pass.
-        dtypes: Any = {"product_dtype": product_dtype, "needs_gradient": batch_fraction == 1}
-        self.engine = Engine(self.model, self._loss_scale or loss_fn, compile=compile, **dtypes)
+        settings: Any = {"needs_gradient": batch_fraction == 1, "needs_marks": optimizer.needs_marks}
+        self.engine = Engine(
+            self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype, **settings
+        )
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:

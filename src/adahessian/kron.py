@@ -58,6 +58,7 @@ class AdaHessianKron(AdaHessian):
     """
 
     default_batch_fraction = 0.25
+    needs_marks = False
 
     def __init__(
         self,

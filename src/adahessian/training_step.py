@@ -286,7 +286,9 @@ class _Graphs:
 
                 def derivatives() -> Derivatives:
                     found = compute(part, static, keep_buffers)
-                    return found._replace(gradients=_as_backward_leaves(found.gradients, static.params))
+                    is_step = curvature.batch_fraction == 1  # else the gradients only mark what the loss reached
+                    own = _as_backward_leaves(found.gradients, static.params) if is_step else found.gradients
+                    return found._replace(gradients=own)
 
                 self._derivatives = CapturedFunction(derivatives, step._model, step._memory)
             for number, probe in enumerate(self._probes):

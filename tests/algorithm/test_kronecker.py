@@ -50,7 +50,7 @@ def state_of(shape, dtype=torch.float64):
 
 def fold(shape, stored, products, gradient, weight):
     families = families_of([shape])
-    estimates = reduce_rotations(families, [[y] for y in products], None if gradient is None else [gradient])
+    estimates = reduce_rotations(families, [[y] for y in products])
     fold_rotations(families, [stored], estimates, torch.tensor([weight], dtype=stored[0].dtype), FINITE)
 
 

@@ -212,6 +212,22 @@ def test_products_of_the_gradient_are_rounded_only_if_nobody_uses_it():
         assert products(module.graph, torch.bfloat16) == 1 + rounds_gradient
 
 
+def test_gradients_of_a_convolution_that_nobody_uses_are_left_out():
+    def by_input(x, w, z):
+        with torch.enable_grad():
+            inputs = x.detach().requires_grad_(), w.detach().requires_grad_()
+            return torch.autograd.grad(nn.functional.conv2d(*inputs), inputs, mark(z))[0]
+
+    x, w, z = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 3, 3), torch.randn(2, 4, 3, 3)
+    module = traced(by_input, x, w, z)
+    (node,) = module.graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    assert node.args[-1] == [True, True, False]
+    expected = module(x, w, z)
+    passed(module, None)
+    assert node.args[-1] == [True, False, False]
+    torch.testing.assert_close(module(x, w, z), expected)
+
+
 def test_products_that_autocast_has_rounded_stay_as_they_are():
     module = passed(traced(lambda a, z: (a @ mark(z)).float() @ a.float(), A.bfloat16(), A.bfloat16()), torch.bfloat16)
     assert products(module.graph, torch.bfloat16) == 2

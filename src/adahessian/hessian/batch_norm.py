@@ -45,7 +45,9 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     channels = (1, -1, *(1,) * (x.dim() - 2))
     over = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centre = wide.detach()[(0, slice(None), *(0,) * (x.dim() - 2))]
+    centre = wide.detach()[0]
+    while centre.dim() > 1:
+        centre = centre[..., 0]
     centred = wide - centre.view(channels)
     off_centre = centred.mean(over)
     variance = centred.square().mean(over) - off_centre.square()

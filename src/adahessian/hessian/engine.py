@@ -42,12 +42,13 @@ class Engine:
         compile: bool | None,
         product_dtype: torch.dtype | None,
         needs_gradient: bool = True,
+        needs_marks: bool = True,
     ) -> None:
-        self._settings = model, loss_fn, compile, product_dtype, needs_gradient
+        self._settings = model, loss_fn, compile, product_dtype, needs_gradient, needs_marks
         self._forget()
 
     def _forget(self) -> None:
-        self._model, self._loss_fn, self._compile, self._product_dtype, self._needs_gradient = self._settings
+        self._model, self._loss_fn, self._compile, self._product_dtype, *self._needs = self._settings
         self.description = "not chosen yet"
         self._params: object = None
         self._compiled: CompiledPass | None = None
@@ -113,8 +114,7 @@ class Engine:
         self._params = key
         why_not = self.why_not_compiled(params)
         if why_not is None:
-            settings = self._product_dtype, self._needs_gradient
-            self._compiled = CompiledPass(self._model, self._loss_fn, params, *settings)
+            self._compiled = CompiledPass(self._model, self._loss_fn, params, self._product_dtype, *self._needs)
         else:
             self._do_without_compiler(why_not, warn_once if self._compile else info_once)
 

@@ -52,6 +52,7 @@ class TangentPass(CustomGraphPass):
             if not tangents.isdisjoint(node.all_input_nodes):
                 tangents.add(node)
         _remove_zero_products(graph)
+        _remove_unused_gradients(graph)
         if self.dtype is not None:
             rounded: dict[fx.Node, fx.Node] = {}
             for node in list(graph.nodes):
@@ -75,6 +76,15 @@ def _remove_zero_products(graph: fx.Graph) -> None:
             zeros.add(_replace_by_zeros(graph, node))
         elif node.target is _BACKWARD and _is_zero_weight_gradient(node, zeros):
             zeros.update(_replace_by_zeros(graph, user) for user in list(node.users))
+
+
+def _remove_unused_gradients(graph: fx.Graph) -> None:
+    """Compute only the gradients of a convolution that are used. PyTorch asks for both at once."""
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        used = {user.args[1] for user in node.users}
+        node.args = (*node.args[:-1], [place in used for place in range(3)])
+        node.meta["val"] = tuple(value if place in used else None for place, value in enumerate(node.meta["val"]))
 
 
 def _is_zero_product(node: fx.Node, zeros: set[fx.Node]) -> bool:
