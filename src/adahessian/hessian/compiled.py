@@ -121,9 +121,8 @@ def compile_derivatives(
         inputs: Any = [list(params), [mark(z) for z in probe], batch]
         if channels_last:
             inputs = map_tensors(_in_channels_last, inputs)
-        loss, *found, after = function(inputs[0], buffers, *inputs[1:])
-        if gradient == "left out":
-            found[0] = found[1]
+        loss, gradients, products, after = function(inputs[0], buffers, *inputs[1:])
+        found = [products if gradient == "left out" else gradients, products]
         found = [[_in_order_of(param, each) for param, each in zip(params, tensors, strict=True)] for tensors in found]
         return loss, *found, after
 
