@@ -12,9 +12,9 @@ import inspect
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from adahessian.integrations.transformers import AdaHessianTrainer
+from adahessian.integrations.transformers import optimizer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
@@ -38,7 +38,7 @@ config = LlamaConfig(
     attn_implementation="sdpa",
 )
 with tempfile.TemporaryDirectory() as folder:
-    trainer = AdaHessianTrainer(
+    trainer = Trainer(
         model=LlamaForCausalLM(config),
         args=TrainingArguments(
             folder,
@@ -56,6 +56,7 @@ with tempfile.TemporaryDirectory() as folder:
         ),
         train_dataset=examples[:-32],
         eval_dataset=examples[-32:],
+        optimizer_cls_and_kwargs=optimizer(),  # the one new line
     )
     trainer.train()
     print(f"validation loss: {trainer.evaluate()['eval_loss']:.3f}")

@@ -7,23 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerators import fresh_state, reset_accelerators  # noqa: F401 - a fixture
 from ranks import Ranks
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from adahessian import AdaHessian, AdaHessianKron, Curvature, param_groups
-from adahessian.integrations.transformers import AdaHessianMixin, AdaHessianTrainer
+from adahessian.integrations.transformers import optimizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
 OPTIONS = {"eps": 1e-2, "block_size": 4, "curvature_every": 3, "curvature_warmup": 2}
@@ -75,8 +82,9 @@ def examples(padded=True, count=16):
     return [{"input_ids": x, "labels": y} for x, y in zip(words, labels, strict=True)]
 
 
-def arguments(folder, **kwargs):
-    settings = {
+def settings(folder, **kwargs):
+    defaults = {
+        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "max_steps": 4,
         "learning_rate": 0.05,
@@ -86,16 +94,24 @@ def arguments(folder, **kwargs):
         "train_sampling_strategy": "sequential",
     }
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-    return Seq2SeqTrainingArguments(str(folder), **settings | quiet | kwargs)
+    return defaults | quiet | kwargs
 
 
-def train(folder, model=None, dataset=None, trainer_class=AdaHessianTrainer, own=None, resume=None, **kwargs):
+def arguments(folder, **kwargs):
+    return Seq2SeqTrainingArguments(**settings(folder, **kwargs))
+
+
+def ours(**kwargs):
+    return optimizer(AdaHessian, **OPTIONS, **kwargs)
+
+
+def train(folder, model=None, dataset=None, trainer_class=Trainer, own=None, resume=None, **kwargs):
     reset_accelerators()
     trainer = trainer_class(
         model=language_model() if model is None else model,
         args=arguments(folder, **kwargs),
         train_dataset=examples() if dataset is None else dataset,
-        **{"optimizer_class": AdaHessian, "optimizer_options": OPTIONS} | (own or {}),
+        **{"optimizer_cls_and_kwargs": ours()} | (own or {}),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -109,20 +125,16 @@ def everything(trainer):
     return parameters(trainer), list(trainer.optimizer.optimizer.state_dict()["state"].values())
 
 
-def made_optimizer(model):
-    """Matrices decay. The vectors do not, because all vectors of this model are norms."""
-    groups = param_groups(model, weight_decay=0.1, decay_bias_and_norm=False)
-    return AdaHessian(groups, lr=0.05, **OPTIONS)
-
-
-def linear_schedule(optimizer):
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
-
-
-def plain_loop(model, loss_fn, dataset, **curvature_options):
+def plain_loop(model, loss_fn, dataset=None, **curvature_options):
     """Train without a Trainer: linear decay, clipping, and the mean over the words of all micro-batches."""
-    optimizer = made_optimizer(model)
-    schedule = linear_schedule(optimizer)
+    dataset = examples() if dataset is None else dataset
+    # Matrices decay. The vectors do not, because all vectors of these models are norms and biases.
+    groups = param_groups(model, weight_decay=0.1, decay_bias_and_norm=False)
+    for group in groups:
+        group["params"] = [(name, param) for name, param in group["params"] if param.requires_grad]
+    groups = [group for group in groups if group["params"]]
+    optimizer = AdaHessian(groups, lr=0.05, **OPTIONS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
     curvature = Curvature(model, loss_fn, optimizer, **curvature_options)
     for step in range(4):
         few = dataset[4 * step : 4 * step + 4]
@@ -154,40 +166,43 @@ def test_is_the_plain_loop(tmp_path, autocast):
 
     trainer = train(tmp_path, language_model(torch.float32), bf16=autocast)
     assert trainer.model.config._attn_implementation == "sdpa"
-    assert_same(everything(trainer), plain_loop(language_model(torch.float32), loss_fn, examples()))
-
-
-def test_micro_batches_are_the_mean_over_all_their_words(tmp_path):
-    trainer = train(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    assert_same(parameters(trainer), plain_loop(language_model(), mean_over_words, examples())[0], **NEARLY)
+    assert_same(everything(trainer), plain_loop(language_model(torch.float32), loss_fn))
 
 
 def test_curvature_options_reach_the_curvature(tmp_path):
     dataset, options = examples(padded=False), {"batch_fraction": 0.25}
-    trainer = train(tmp_path, dataset=dataset, own={"curvature_options": options})
+    own = {"optimizer_cls_and_kwargs": ours(curvature_options=options)}
     expected = plain_loop(language_model(), mean_over_words, dataset, **options)
-    assert_same(parameters(trainer), expected[0], **NEARLY)
+    assert_same(parameters(train(tmp_path, dataset=dataset, own=own)), expected[0], **NEARLY)
 
 
-def sum_over_items(outputs, labels, num_items_in_batch=None):
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    return cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+def smoothed_mean_over_words(model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    return cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
 
 
+def mean_over_items(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs.logits, labels[:, 0] % 3, reduction="sum") / num_items_in_batch
+
+
+def mean_over_labels(model, batch):
+    return mean_over_items(model(batch["input_ids"]), batch["labels"], (batch["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("make", "own", "kwargs"),
+    ("make", "loss_fn", "own", "kwargs"),
     [
-        (language_model, {}, {"label_smoothing_factor": 0.1}),
-        (language_model, {"compute_loss_func": sum_over_items}, {}),
-        (classifier, {}, {}),
+        (language_model, mean_over_words, {}, {}),
+        (language_model, smoothed_mean_over_words, {}, {"label_smoothing_factor": 0.1}),
+        (classifier, mean_over_labels, {"compute_loss_func": mean_over_items}, {}),
+        (classifier, lambda model, batch: model(**batch).loss, {}, {}),
     ],
-    ids=["label smoothing", "compute_loss_func", "the Trainer"],
+    ids=["num_items_in_batch", "label smoothing", "compute_loss_func", "the model's mean"],
 )
-def test_micro_batches_are_the_whole_batch_whoever_normalizes(tmp_path, make, own, kwargs):
-    kwargs |= {"max_grad_norm": 0.0}
-    parts = train(tmp_path, make(), own=own, per_device_train_batch_size=1, gradient_accumulation_steps=4, **kwargs)
-    whole = train(tmp_path, make(), own=own, **kwargs)
-    assert_same(everything(parts), everything(whole), **NEARLY)
+def test_micro_batches_are_the_plain_loop_on_whole_batches(tmp_path, make, loss_fn, own, kwargs, parts):
+    kwargs |= {"per_device_train_batch_size": 4 // parts, "gradient_accumulation_steps": parts}
+    assert_same(parameters(train(tmp_path, make(), own=own, **kwargs)), plain_loop(make(), loss_fn)[0], **NEARLY)
 
 
 def test_resumes_from_a_checkpoint_after_evaluations(tmp_path):
@@ -214,22 +229,30 @@ def test_resumes_from_a_checkpoint_after_evaluations(tmp_path):
     assert_same(everything(resumed), everything(through))
 
 
+class Watching(Trainer):
+    """A Trainer with a loss of its own, which counts its calls in a list and in an attribute."""
+
+    seen = []  # noqa: RUF012 - not an attribute of the object, so that it counts measurements too
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if torch.is_grad_enabled():  # an evaluation computes no gradients
+            self.seen.append((model.training, self.state.global_step))
+            self.losses = [*getattr(self, "losses", []), "loss"]
+            self.logs = getattr(self, "logs", {"losses": []})
+            self.logs["losses"].append("loss")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
 def test_measures_in_training_mode_and_only_when_due(tmp_path):
-    calls = []
-
-    class Watching(AdaHessianTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            if torch.is_grad_enabled():  # an evaluation computes no gradients
-                calls.append((model.training, self.state.global_step))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
+    Watching.seen.clear()
     own = {"eval_dataset": examples(count=4)}
-    train(tmp_path, trainer_class=Watching, own=own, eval_strategy="steps", eval_steps=1, max_steps=6)
-    assert all(training for training, _ in calls)
+    trainer = train(tmp_path, trainer_class=Watching, own=own, eval_strategy="steps", eval_steps=1, max_steps=6)
+    assert all(training for training, _ in Watching.seen)
     # The first measurement may take several calls, to choose how to compute it.
-    counts = [[step for _, step in calls].count(step) for step in range(6)]
+    counts = [[step for _, step in Watching.seen].count(step) for step in range(6)]
     assert [count > 1 for count in counts] == [True, True, False, False, True, False]
     assert counts[1:] == [2, 1, 1, 2, 1]
+    assert len(trainer.losses) == len(trainer.logs["losses"]) == 6  # measurements leave no traces
 
 
 def test_training_twice_measures_for_the_same_optimizer(tmp_path):
@@ -238,35 +261,107 @@ def test_training_twice_measures_for_the_same_optimizer(tmp_path):
     assert trainer.optimizer.optimizer.param_groups[0]["measurements"] == 4  # steps 1, 2, 5 and 8
 
 
-def test_takes_an_optimizer_and_a_scheduler(tmp_path):
-    model = language_model()
-    optimizer = made_optimizer(model)
-    own = {"optimizers": (optimizer, linear_schedule(optimizer)), "optimizer_options": None}
-    trainer = train(tmp_path, model, own=own)
-    assert trainer.optimizer.optimizer is optimizer is trainer.curvature.optimizer
-    assert_same(everything(trainer), everything(train(tmp_path)))
+def test_a_new_optimizer_replaces_the_measurements_of_the_old(tmp_path):
+    trainer = train(tmp_path, trainer_class=Watching)
+    Watching.seen.clear()
+    trainer.optimizer = trainer.lr_scheduler = None  # as a search for hyperparameters does
+    trainer.train()
+    assert [[step for _, step in Watching.seen].count(step) for step in range(1, 4)] == [2, 1, 1]
+    assert trainer.optimizer.optimizer.param_groups[0]["measurements"] == 2
 
 
 def test_exempts_from_weight_decay_what_the_trainer_exempts(tmp_path):
-    def decays(trainer_class):
+    def decays(method):
         reset_accelerators()
         model = language_model()
         model.model.layers[0].requires_grad_(False)
-        trainer = trainer_class(model=model, args=arguments(tmp_path))
+        trainer = Trainer(model=model, args=arguments(tmp_path), optimizer_cls_and_kwargs=method)
         names = {param: name for name, param in model.named_parameters()}
         groups = trainer.create_optimizer().param_groups
         return {names[param]: group["weight_decay"] for group in groups for param in group["params"]}
 
-    found = decays(AdaHessianTrainer)
-    assert found == decays(Trainer)
+    found = decays(ours())
+    assert found == decays(None)
     assert set(found.values()) == {0.0, 0.1}
 
 
-def test_mixes_into_other_trainers(tmp_path):
-    class Mixed(AdaHessianMixin, Seq2SeqTrainer):
-        pass
+# Other Trainers and models -------------------------------------------------------------------------------------------
 
-    assert_same(everything(train(tmp_path, trainer_class=Mixed)), everything(train(tmp_path)))
+
+def test_trainers_without_the_argument_take_an_attribute(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+        sizes |= {"d_model": 8, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "max_position_embeddings": 8}
+        return BartForConditionalGeneration(BartConfig(vocab_size=WORDS, dropout=0.0, **sizes)).double()
+
+    trainer = Seq2SeqTrainer(model(), arguments(tmp_path), train_dataset=examples())
+    trainer.optimizer_cls_and_kwargs = ours()
+    trainer.train()
+    expected = plain_loop(model(), lambda model, batch: model(**batch).loss)[0]
+    assert_same(parameters(trainer), expected, **NEARLY)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")  # transformers has renamed the arguments
+def test_measures_through_checkpointed_layers(tmp_path):
+    plain, checkpointed = (train(tmp_path, gradient_checkpointing=each) for each in (False, True))
+    assert checkpointed.model.model.gradient_checkpointing
+    assert_same(everything(checkpointed), everything(plain), **NEARLY)
+
+
+def test_scales_the_measured_loss_as_the_gradient(tmp_path):
+    class Scaled(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # fp16=True needs a GPU
+
+    unscaled, scaled = (train(tmp_path, trainer_class=each, max_grad_norm=0.0) for each in (Trainer, Scaled))
+    assert scaled.compute_loss.curvature.scaler is scaled.accelerator.scaler
+    assert_same(everything(scaled), everything(unscaled), **NEARLY)
+
+
+LOSSES = pytest.mark.parametrize(
+    ("loss_fn", "kwargs"),
+    [(mean_over_words, {}), (smoothed_mean_over_words, {"label_smoothing_factor": 0.1})],
+    ids=["plain", "label smoothing"],
+)
+
+
+@LOSSES
+@pytest.mark.filterwarnings("ignore")
+def test_trains_adapters(tmp_path, loss_fn, kwargs):
+    peft = pytest.importorskip("peft")
+
+    def model():
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(language_model(), adapters)
+
+    kwargs |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = train(tmp_path, model(), **kwargs)
+    assert_same(parameters(trainer), plain_loop(model(), loss_fn)[0], **NEARLY)
+
+
+@LOSSES
+@pytest.mark.filterwarnings("ignore")
+def test_trains_with_trl(tmp_path, loss_fn, kwargs):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    words = Tokenizer(WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
+    kwargs |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
+    dataset = [{name: row.tolist() for name, row in each.items()} for each in examples()]
+    dataset = [{**each, "attention_mask": [1] * LENGTH} for each in dataset]
+    prepared = {"skip_prepare_dataset": True}
+    trainer = trl.SFTTrainer(
+        language_model(),
+        trl.SFTConfig(**settings(tmp_path, **kwargs), dataset_kwargs=prepared, remove_unused_columns=False),
+        data_collator=default_data_collator,
+        train_dataset=datasets.Dataset.from_list(dataset),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="0"),
+        optimizer_cls_and_kwargs=ours(),
+    )
+    trainer.train()
+    # The fused head computes the gradient in float32.
+    assert_same(parameters(trainer), plain_loop(language_model(), loss_fn)[0], rtol=1e-4, atol=1e-5)
+    assert trainer._total_train_tokens == 16 * LENGTH  # measurements do not count
 
 
 # Several processes ---------------------------------------------------------------------------------------------------
@@ -286,40 +381,50 @@ def test_ranks_are_one_process_on_all_their_words(tmp_path):
         ranks.stop()
     assert name == "DistributedDataParallel"
     assert_same(here, there)
-    assert_same(here[0], parameters(train(tmp_path)), **NEARLY)
+    assert_same(here[0], plain_loop(language_model(), mean_over_words)[0], **NEARLY)
 
 
 # Errors, installing and running --------------------------------------------------------------------------------------
 
 
 def test_warns_of_the_default_learning_rate(tmp_path):
-    options = {"model": language_model(), "args": TrainingArguments(str(tmp_path), use_cpu=True)}
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = Trainer(model=language_model(), args=args, optimizer_cls_and_kwargs=optimizer(AdaHessian))
     with pytest.warns(UserWarning, match="learning_rate"):
-        AdaHessianTrainer(optimizer_class=AdaHessian, **options).create_optimizer()
+        trainer.create_optimizer()
 
 
 def test_trains_with_factors_unless_told_otherwise(tmp_path, recwarn):
-    trainer = train(tmp_path, own={"optimizer_class": AdaHessianKron, "optimizer_options": {"block_size": 4}})
+    trainer = train(tmp_path, own={"optimizer_cls_and_kwargs": optimizer(block_size=4)})
     assert isinstance(trainer.optimizer.optimizer, AdaHessianKron)
-    assert trainer.curvature.batch_fraction == AdaHessianKron.default_batch_fraction
+    assert trainer.compute_loss.curvature.batch_fraction == AdaHessianKron.default_batch_fraction
     assert all(param.isfinite().all() for param in parameters(trainer))
     reset_accelerators()
-    default = AdaHessianTrainer(model=language_model(), args=TrainingArguments(str(tmp_path), use_cpu=True))
-    assert type(default.create_optimizer()) is AdaHessianKron
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    default = Trainer(model=language_model(), args=args, optimizer_cls_and_kwargs=optimizer())
+    assert default.create_optimizer().param_groups[0]["lr"] == args.learning_rate
     assert not [each for each in recwarn if "learning_rate" in str(each.message)]
-
-
-def test_rejects_options_for_an_optimizer_that_it_does_not_create(tmp_path):
-    model = language_model()
-    with pytest.raises(ValueError, match="optimizer_options"):
-        train(tmp_path, model, own={"optimizers": (made_optimizer(model), None)})
 
 
 def test_rejects_data_parallel(tmp_path):
     args = arguments(tmp_path)
     args._n_gpu = 2
-    with pytest.raises(ValueError, match="DataParallel"):
-        AdaHessianTrainer(model=language_model(), args=args)
+    trainer = Trainer(model=language_model(), args=args, optimizer_cls_and_kwargs=ours())
+    with pytest.raises(ValueError, match="n_gpu"):
+        trainer.create_optimizer()
+
+
+def test_rejects_versions_that_know_no_factories():
+    factory, options = ours()
+    with pytest.raises(RuntimeError, match="optimizer_cls_and_kwargs") as raised:
+        factory([{"params": []}], **options)
+    assert transformers.__version__ in str(raised.value)
+
+
+def test_rejects_other_callers():
+    factory, options = ours()
+    with pytest.raises(RuntimeError, match="optimizer_cls_and_kwargs"):
+        factory()(language_model(), **options)
 
 
 @pytest.mark.parametrize("library", ["transformers", "accelerate"])

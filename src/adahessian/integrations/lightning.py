@@ -6,9 +6,7 @@ instead of ``lightning.pytorch``, import it first. They are separate packages.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
@@ -21,6 +19,7 @@ from adahessian.base.batches import map_tensors
 from adahessian.base.errors import CurvatureError
 from adahessian.curvature import Curvature
 from adahessian.hessian.double_backward import Derivatives, Request
+from adahessian.integrations.side_effects import attributes_restored
 from adahessian.optimizer import AdaHessian
 
 
@@ -129,23 +128,7 @@ def _side_effects_undone(module: pl.LightningModule) -> Iterator[None]:
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in trainer.loggers]
         for part in module.modules():
-            attributes = dict(vars(part))
-            stack.callback(vars(part).update, attributes)
-            stack.callback(vars(part).clear)  # runs first
-            vars(part).update({name: _spare(attributes[name]) for name in attributes.keys() - _TORCH_ATTRIBUTES})
+            stack.enter_context(attributes_restored(part, shared=_TORCH_ATTRIBUTES))
             if isinstance(part, pl.LightningModule):
                 vars(part)["log"] = lambda *args, **kwargs: None  # log_dict calls it too
         yield
-
-
-def _spare(value: Any) -> Any:
-    """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch."""
-    if isinstance(value, Tensor):
-        return value if value.requires_grad else value.clone()
-    spare = copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
-    if isinstance(spare, list):
-        spare[:] = [each if isinstance(each, Tensor) else _spare(each) for each in spare]
-    elif isinstance(spare, dict):
-        for key, each in spare.items():
-            spare[key] = _spare(each)
-    return spare

@@ -1,0 +1,48 @@
+"""Undo what computing a loss once more changes in the objects of a trainer, such as counters and lists of metrics."""
+
+import copy
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+@contextmanager
+def attributes_restored(owner: object, *, shared: Collection[str] = ()) -> Iterator[None]:
+    """Give an object copies of its mutable attributes, and take the originals back at the end.
+
+    Args:
+        owner: The object.
+        shared: Attributes that are not copied, because they do not change or are too large.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> metrics = SimpleNamespace(count=1, losses=[0.5])
+        >>> with attributes_restored(metrics):
+        ...     metrics.count += 1
+        ...     metrics.losses.append(0.4)
+        >>> metrics
+        namespace(count=1, losses=[0.5])
+    """
+    attributes = dict(vars(owner))
+    vars(owner).update({name: _spare(attributes[name]) for name in attributes.keys() - set(shared)})
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(attributes)
+
+
+def _spare(value: Any) -> Any:
+    """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    spare = copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+    if isinstance(spare, list):
+        spare[:] = [each if isinstance(each, Tensor) else _spare(each) for each in spare]
+    elif isinstance(spare, dict):
+        for key, each in spare.items():
+            spare[key] = _spare(each)
+    return spare
