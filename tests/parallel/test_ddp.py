@@ -170,6 +170,18 @@ def branches_on_ranks(rank, size):
     return flat(model.parameters()), flat(model.module.never.parameters())
 
 
+def first_and_last(batch):
+    """Two examples that no slice has."""
+    return tuple(part[[0, -1]] for part in batch)
+
+
+def chosen_on_ranks(rank, size):
+    model = DistributedDataParallel(made(mlp))
+    optimizer = AdaHessian(model.parameters(), **OPTIONS)
+    Curvature(model, loss_fn, optimizer, batch_fraction=first_and_last).measure(part_of(batch(0), rank, size))
+    return hessian_rms(model, optimizer)
+
+
 def gradients_on_ranks(rank, size, measured):
     """All that DDP does to gradients: buckets, hooks, no_sync."""
     model = DistributedDataParallel(made(with_batch_norm), bucket_cap_mb=1e-4)
@@ -328,6 +340,12 @@ def test_a_rank_of_weight_0_does_not_count(two_ranks):
     x, y = batch(0)
     for found in two_ranks(weights_on_ranks, "nothing"):
         assert_same(found, measured_alone(((x[10:], y[10:]), 1)))
+
+
+def test_each_rank_chooses_a_part_of_its_own_batch(two_ranks):
+    expected = measured_alone(*((first_and_last(part), 1) for part in parts(0, 2)))
+    for found in two_ranks(chosen_on_ranks):
+        assert_same(found, expected)
 
 
 def test_a_measurement_that_is_nan_on_one_rank_is_dropped_by_all(two_ranks):

@@ -91,6 +91,25 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     return cut(batch)
 
 
+def choose_part(choose: Callable[[Any], Any], batch: Any) -> Any:
+    """Return the part of a batch that a function chooses. Raise a ValueError if there is nothing in it.
+
+    >>> choose_part(lambda batch: batch[:2], torch.arange(8))
+    tensor([0, 1])
+    """
+    part = choose(batch)
+    if isinstance(part, _PLAIN) or _is_empty(part):
+        found = "no example" if _parts(part) or isinstance(part, Tensor) else repr(part)
+        raise ValueError(f"batch_fraction is a function that returned {found}. Return the part to measure on.")
+    return part
+
+
+def _is_empty(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return part.numel() == 0
+    return part is None if (parts := _parts(part)) is None else all(map(_is_empty, parts.values()))
+
+
 def _counts_in(batch: Any, dim: int) -> list[tuple[int, ...]]:
     if counts := _counts(batch, dim):
         return [counts]
