@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, diagnose
+from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, attach, diagnose
 
 OPTIONS = {"lr": 0.05, "eps": 1e-2, "block_size": 4}
 
@@ -182,6 +182,31 @@ def chosen_on_ranks(rank, size):
     return hessian_rms(model, optimizer)
 
 
+class WithLoss(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = made(mlp)
+
+    def forward(self, batch):
+        return loss_fn(self.layers, batch)
+
+
+def attached_on_ranks(rank, size):
+    """The loop measures by calling the model."""
+    model = DistributedDataParallel(WithLoss())
+    optimizer = AdaHessian(model.parameters(), **OPTIONS, curvature_every=2)
+    with pytest.raises(ValueError, match="loss_of_output"):
+        attach(model, optimizer)
+    attach(model, optimizer, loss_of_output=lambda loss: loss)
+    for number in range(10):
+        optimizer.zero_grad()
+        model(part_of(batch(number), rank, size)).backward()
+        optimizer.step()
+    return flat(model.parameters())
+
+
 def gradients_on_ranks(rank, size, measured):
     """All that DDP does to gradients: buckets, hooks, no_sync."""
     model = DistributedDataParallel(made(with_batch_norm), bucket_cap_mb=1e-4)
@@ -309,6 +334,11 @@ def test_ranks_on_slices_are_one_process_on_the_whole_batch(ranks, options):
     alone = trained_alone(10, options)
     for found, _ in ranks(train_on_ranks, mlp, 10, options):
         assert_same(found, alone)
+
+
+def test_an_attached_model_is_measured_on_all_ranks(two_ranks):
+    for found in two_ranks(attached_on_ranks):
+        assert_same(found, trained_alone(10, {}))
 
 
 def test_float32_too(two_ranks):
