@@ -133,7 +133,8 @@ class Curvature(Generic[Model]):
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
             torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
-            ValueError: If the batch cannot be sliced, the weight is invalid, or the parameters changed within a step.
+            ValueError: If the batch cannot be sliced, ``batch_fraction`` returned nothing to measure on, the weight is
+                invalid, or the parameters changed within a step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")

@@ -77,8 +77,8 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     if len(sizes) != 1:
         raise ValueError(
             f"batch_fraction={fraction} needs the same number of examples everywhere along dimension {dim}, but the "
-            f"batch has {sorted(sizes) or 'no tensor to slice'}. Set batch_dim to the batch dimension, or slice the "
-            "batch yourself and set batch_fraction=1.0."
+            f"batch has {sorted(sizes) or 'no tensor to slice'}. Set batch_dim to the batch dimension, or pass a "
+            "function that returns a part of the batch as batch_fraction."
         )
     (size,) = sizes
     length = min(size, max(1, math.ceil(fraction * size - 1e-9)))  # 0.07 * 100 is a little more than 7
