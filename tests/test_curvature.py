@@ -179,6 +179,41 @@ def test_batch_fraction_measures_on_the_first_examples():
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def strided(batch):
+    """Every fourth example, which no slice is, and none that a graph could read twice."""
+    return tuple(part[torch.arange(0, len(part), 4)] for part in batch)
+
+
+def test_batch_fraction_may_be_a_function_that_chooses_the_part():
+    model, batch = MLP.model(), MLP.batch()
+    found = []
+    for fraction, whole in ((strided, batch), (1.0, strided(batch))):
+        optimizer = AdaHessian(model.parameters(), lr=0.0)
+        assert Curvature(model, MLP.loss, optimizer, batch_fraction=fraction).measure(whole)
+        found.append(curvature_of(model, optimizer))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_a_function_that_chooses_at_random_leaves_no_trace():
+    model, batch = MLP.model(), MLP.batch()
+    before = snapshot(model)
+
+    def some(batch):
+        chosen = torch.randperm(len(batch[0]))[: random.randint(1, 4)]
+        return tuple(part[chosen] for part in batch)
+
+    assert Curvature(model, MLP.loss, AdaHessian(model.parameters()), batch_fraction=some).measure(batch)
+    assert_same(before, snapshot(model))
+
+
+def test_a_function_that_chooses_nothing_changes_nothing():
+    model = MLP.model()
+    optimizer = AdaHessian(model.parameters())
+    with pytest.raises(ValueError, match="batch_fraction"):
+        Curvature(model, MLP.loss, optimizer, batch_fraction=lambda batch: 0.25).measure(MLP.batch())
+    assert optimizer.curvature_due
+
+
 @dataclass
 class Pair:
     x: torch.Tensor
@@ -533,10 +568,10 @@ def train(curvature, numbers, micro_batches=1):
     return flat_parameters(curvature.model)
 
 
-def new(**options):
+def new(batch_fraction=None):
     model = MLP.model()
-    optimizer = AdaHessian(model.parameters(), lr=0.05, curvature_every=2, **options)
-    return Curvature(model, mlp_loss, optimizer)
+    optimizer = AdaHessian(model.parameters(), lr=0.05, curvature_every=2)
+    return Curvature(model, mlp_loss, optimizer, batch_fraction=batch_fraction)
 
 
 def through_pickle(curvature):
@@ -545,8 +580,9 @@ def through_pickle(curvature):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 @pytest.mark.parametrize("is_measured", [False, True])
-def test_a_copy_trains_on_to_the_same_bits(copied, is_measured):
-    curvature = new()
+@pytest.mark.parametrize("fraction", [None, strided])
+def test_a_copy_trains_on_to_the_same_bits(copied, is_measured, fraction):
+    curvature = new(fraction)
     train(curvature, range(4), micro_batches=2)
     if is_measured:  # the copy has to measure again
         curvature.measure(MLP.batch(seed=9))
@@ -557,7 +593,7 @@ def test_a_copy_trains_on_to_the_same_bits(copied, is_measured):
     found = train(twin, range(4, 8), micro_batches=2)
     if not is_measured:
         assert torch.equal(train(curvature, range(4, 8), micro_batches=2), found)
-    straight = new()
+    straight = new(fraction)
     assert torch.equal(train(straight, range(8), micro_batches=2), found)
 
 

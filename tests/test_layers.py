@@ -16,7 +16,7 @@ LAYERS = (
     ("parallel",),
     ("groups", "loss_scale", "optimizer", "kron"),
     ("curvature",),
-    ("cuda_graphs", "diagnostics", "training_step"),
+    ("attachment", "cuda_graphs", "diagnostics", "training_step"),
     ("__init__",),
     ("integrations",),
     ("lab",),
@@ -78,10 +78,10 @@ def test_importing_the_package_does_not_import_torch():
 
 IN_ANY_ORDER = """
 import importlib, inspect, itertools, sys
-names = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep", "diagnose"]
-names += ["param_groups"]
-files = ["optimizer", "kron", "curvature", "base.errors", "training_step", "diagnostics"]
-files += ["groups"]
+names = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep"]
+names += ["attach", "diagnose", "param_groups"]
+files = ["optimizer", "kron", "curvature", "base.errors", "training_step"]
+files += ["attachment", "diagnostics", "groups"]
 for files_first, turn in itertools.product((False, True), range(len(names))):
     for loaded in [name for name in sys.modules if name.partition(".")[0] == "adahessian"]:
         del sys.modules[loaded]

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from adahessian.attachment import attach
     from adahessian.base.errors import CurvatureError
     from adahessian.curvature import Curvature
     from adahessian.diagnostics import diagnose
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from adahessian.optimizer import AdaHessian
     from adahessian.training_step import TrainingStep
 
-__all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep", "diagnose", "param_groups"]
+__all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep"]
+__all__ += ["attach", "diagnose", "param_groups"]
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -21,6 +23,7 @@ _MODULES = {
     "Curvature": "curvature",
     "CurvatureError": "base.errors",
     "TrainingStep": "training_step",
+    "attach": "attachment",
     "diagnose": "diagnostics",
     "param_groups": "groups",
 }

@@ -17,11 +17,12 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from adahessian.algorithm.options import check, is_integer, is_number
-from adahessian.base.batches import slice_batch
+from adahessian.base.batches import choose_part, slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
+from adahessian.hessian.isolation import random_state_kept
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
 from adahessian.parallel.fsdp import gathered
@@ -45,7 +46,8 @@ class Curvature(Generic[Model]):
         optimizer: The optimizer that uses the curvature and knows when it is due.
         batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None means 1 for AdaHessian and
             0.25 for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without
-            a batch dimension, such as a mask, through a closure.
+            a batch dimension, such as a mask, through a closure. If a batch must not be cut there, as with packed
+            sequences, pass a function that takes the batch and returns the part to measure on.
         batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
         product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
@@ -74,7 +76,7 @@ class Curvature(Generic[Model]):
         loss_fn: Callable[[Model, Any], Tensor],
         optimizer: AdaHessian,
         *,
-        batch_fraction: float | None = None,
+        batch_fraction: float | Callable[[Any], Any] | None = None,
         batch_dim: int = 0,
         compile: bool | None = None,
         product_dtype: torch.dtype | None = None,
@@ -93,8 +95,8 @@ class Curvature(Generic[Model]):
         check_not_flattened(model)
         _check_arguments_of(loss_fn)
         batch_fraction = optimizer.default_batch_fraction if batch_fraction is None else batch_fraction
-        is_fraction = is_number(batch_fraction) and 0 < batch_fraction <= 1
-        check("batch_fraction", batch_fraction, is_fraction, "a number above 0 and at most 1")
+        is_fraction = callable(batch_fraction) or (is_number(batch_fraction) and 0 < batch_fraction <= 1)
+        check("batch_fraction", batch_fraction, is_fraction, "a number above 0 and at most 1, or a function")
         check("batch_dim", batch_dim, is_integer(batch_dim) and batch_dim >= 0, "a non-negative integer")
         check("compile", compile, compile is None or isinstance(compile, bool), "True, False or None")
         check("product_dtype", product_dtype, product_dtype in (None, torch.bfloat16), "torch.bfloat16 or None")
@@ -131,7 +133,8 @@ class Curvature(Generic[Model]):
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
             torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
-            ValueError: If the batch cannot be sliced, the weight is invalid, or the parameters changed within a step.
+            ValueError: If the batch cannot be sliced, ``batch_fraction`` returned nothing to measure on, the weight is
+                invalid, or the parameters changed within a step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
@@ -140,8 +143,7 @@ class Curvature(Generic[Model]):
         if not (is_next or optimizer.curvature_due):
             return False
         try:
-            if self.batch_fraction < 1:
-                batch = slice_batch(batch, self.batch_fraction, self.batch_dim)
+            batch = self._part_of(batch)
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
@@ -157,12 +159,22 @@ class Curvature(Generic[Model]):
             self._drop_measurement(error)
         return True
 
+    def _part_of(self, batch: Any) -> Any:
+        if callable(self.batch_fraction):
+            with random_state_kept(self.model):
+                return choose_part(self.batch_fraction, batch)
+        return slice_batch(batch, self.batch_fraction, self.batch_dim)
+
     def _drop_measurement(self, error: torch.OutOfMemoryError) -> None:
         """Let the next step use the last curvature, or raise the error if there is none."""
-        advice = f"The curvature pass ran out of memory. Pass batch_fraction={self.batch_fraction / 2:g} or less"
+        if callable(self.batch_fraction):
+            advice = "The curvature pass ran out of memory. Let the function batch_fraction return a smaller part"
+        else:
+            less = self.batch_fraction / 2
+            advice = f"The curvature pass ran out of memory. Pass batch_fraction={less:g} or less to Curvature"
         if self.ranks is not None or not all(group["measurements"] for group in self.optimizer._measured_groups()):
-            raise torch.OutOfMemoryError(f"{advice} to Curvature (torch: {first_line(error)}).") from error
-        warn_once(f"{advice} to Curvature. This measurement is dropped, and the last curvature stays.")
+            raise torch.OutOfMemoryError(f"{advice} (torch: {first_line(error)}).") from error
+        warn_once(f"{advice}. This measurement is dropped, and the last curvature stays.")
         self._pending._reset()
         self.optimizer._measurement = {}  # so that none is due until the next interval
 

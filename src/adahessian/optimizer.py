@@ -44,6 +44,8 @@ class AdaHessian(Optimizer):
     2. ``loss.backward(create_graph=optimizer.curvature_due)`` keeps the graph for ``optimizer.step()``, which frees it.
     3. ``optimizer.step(closure)`` runs a closure that calls ``backward`` as in 2.
 
+    :func:`adahessian.attach` does 1 or 2 whenever the loop calls the model.
+
     Every argument can be set per parameter group. One measurement serves all groups. It is due as soon as any group
     needs one, and it uses the largest ``num_probes``. Groups with ``sparse=True`` hold embedding tables with sparse
     gradients, and Adagrad updates them. :func:`adahessian.param_groups` creates such groups.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from adahessian.algorithm.plan import updates_compiled
-from adahessian.base.batches import SeenSignatures, map_tensors, slice_batch, tensors_in
+from adahessian.base.batches import SeenSignatures, map_tensors, tensors_in
 from adahessian.base.errors import first_line
 from adahessian.base.log import info_once, logger
 from adahessian.base.shards import mesh_of
@@ -138,6 +138,10 @@ class TrainingStep:
         is_captured = self._captures and key is not None
         run = self._run_updates if is_captured and self._captures_updates else None
         with updates_compiled(is_captured and self._compiles, run):
+            if is_captured and curvature is not None and callable(curvature.batch_fraction):
+                info_once("Measurements are not captured, because batch_fraction is a function of the batch")
+                curvature.measure(batch)  # a graph would read what the function returned for an earlier batch
+                curvature = None
             found = self._replay(key, batch, params, curvature) if is_captured else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
             for param, gradient in zip(params, gradients, strict=True):
@@ -148,7 +152,7 @@ class TrainingStep:
 
     def _compute(self, key: Hashable, batch: Any, params: list[Tensor], curvature: Curvature[Any] | None) -> Gradient:
         """Compute the gradient and, if it is due, the curvature."""
-        if curvature is not None and curvature.batch_fraction < 1:
+        if curvature is not None and curvature.batch_fraction != 1:
             curvature.measure(batch)
         elif curvature is not None:
             try:
@@ -280,7 +284,7 @@ class _Graphs:
                 self._derivatives = None  # it reads the probes at their address
                 self._probes = [request.draw(probe) for probe in range(request.num_probes)]
                 static = request._replace(draw=lambda probe, out=None: self._probes[probe])
-                part = slice_batch(self._batch, curvature.batch_fraction, curvature.batch_dim)
+                part = curvature._part_of(self._batch)
                 with autocast_cache_disabled():
                     compute = step._engine.pass_for(part, static)  # compiles before the capture
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adahessian.base.batches import map_tensors, slice_batch, tensors_in
+from adahessian.base.batches import choose_part, map_tensors, slice_batch, tensors_in
 
 Pair = namedtuple("Pair", ["x", "rest"])
 
@@ -98,6 +98,19 @@ def test_dataclasses_are_copied_as_they_are():
 def test_batches_that_cannot_be_sliced(batch):
     with pytest.raises(ValueError, match="batch_dim"):
         slice_batch(batch, 0.5)
+
+
+@pytest.mark.parametrize(
+    "part", [None, 0.25, True, "text", (), {}, torch.zeros(0, 3), (torch.zeros(0, 3), None), [(), []]], ids=str
+)
+def test_a_function_that_chooses_nothing_is_rejected(part):
+    with pytest.raises(ValueError, match="batch_fraction"):
+        choose_part(lambda batch: part, torch.zeros(8, 3))
+
+
+@pytest.mark.parametrize("part", [(torch.zeros(1), torch.zeros(0)), ["text"], [3, 5], object()], ids=str)
+def test_any_other_part_is_passed_on(part):
+    assert choose_part(lambda batch: part, None) is part
 
 
 # Lists of examples ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from adahessian.hessian.double_backward import Request, double_backward
-from adahessian.hessian.engine import _SUBSTITUTES
+from adahessian.hessian.engine import SUBSTITUTES
 
 
 def request_for(params, num_probes=1):
@@ -30,7 +30,7 @@ def request_for(params, num_probes=1):
     return Request(params, num_probes, draw)
 
 
-def derivatives(model, loss_fn, batch, *, substitutes=_SUBSTITUTES, num_probes=1, **settings):
+def derivatives(model, loss_fn, batch, *, substitutes=SUBSTITUTES, num_probes=1, **settings):
     """Differentiate twice by double backward, with the random numbers that a later call draws again."""
     state = torch.get_rng_state()
     request = request_for(model.parameters(), num_probes)

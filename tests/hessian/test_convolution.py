@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adahessian.hessian import convolution
 from adahessian.hessian.convolution import conv_forward
-from adahessian.hessian.engine import _SUBSTITUTES
+from adahessian.hessian.engine import SUBSTITUTES
 from adahessian.hessian.isolation import isolated
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -213,7 +213,7 @@ def test_gradients_of_several_outputs_at_once_in_the_loss():
 def test_gradients_under_vmap():
     model, x = layer(1), images(1)
     rows = torch.eye(6, dtype=torch.float64)
-    with isolated(model, _SUBSTITUTES):
+    with isolated(model, SUBSTITUTES):
         y = model(x).sin().sum((0, 2))
     found = torch.func.vmap(lambda v: torch.autograd.grad(y, model.weight, v, retain_graph=True)[0])(rows)
     y = model(x).sin().sum((0, 2))

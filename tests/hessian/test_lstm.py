@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adahessian.base.errors import CurvatureError
 from adahessian.hessian import lstm
-from adahessian.hessian.engine import _SUBSTITUTES
+from adahessian.hessian.engine import SUBSTITUTES
 from adahessian.hessian.isolation import isolated
 
 STEPS, BATCH, INPUTS, HIDDEN = 5, 2, 3, 4
@@ -70,7 +70,7 @@ def test_values_and_both_derivatives_are_torchs(settings, steps, given, applicat
     x, state = inputs(model, steps, given)
     expected = twice(model, x, state, {})
     assert not applications
-    torch.testing.assert_close(twice(model, x, state, _SUBSTITUTES), expected)
+    torch.testing.assert_close(twice(model, x, state, SUBSTITUTES), expected)
     assert applications
 
 
@@ -197,7 +197,7 @@ def test_an_island_of_full_precision_under_autocast(applications):
 
     model, x = Island(), torch.randn(STEPS, BATCH, INPUTS)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, torchs = (derivatives(model, squares, x, substitutes=each) for each in (_SUBSTITUTES, {}))
+        ours, torchs = (derivatives(model, squares, x, substitutes=each) for each in (SUBSTITUTES, {}))
     assert_alike(ours, torchs, rtol=0.1, atol=1e-3)
     assert ours.products[0][-1].dtype == torch.float32
     assert applications
@@ -220,6 +220,6 @@ def test_weights_that_were_replaced_are_used():
     model = nn.LSTM(INPUTS, HIDDEN, dtype=torch.float64)
     x, _ = inputs(model)
     params = {name: torch.randn_like(param) for name, param in model.named_parameters()}
-    with isolated(model, _SUBSTITUTES):
+    with isolated(model, SUBSTITUTES):
         found, _ = torch.func.functional_call(model, params, (x,))
     torch.testing.assert_close(found, torch.func.functional_call(model, params, (x,))[0])

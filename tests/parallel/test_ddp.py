@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, diagnose
+from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, attach, diagnose
 
 OPTIONS = {"lr": 0.05, "eps": 1e-2, "block_size": 4}
 
@@ -170,6 +170,43 @@ def branches_on_ranks(rank, size):
     return flat(model.parameters()), flat(model.module.never.parameters())
 
 
+def first_and_last(batch):
+    """Two examples that no slice has."""
+    return tuple(part[[0, -1]] for part in batch)
+
+
+def chosen_on_ranks(rank, size):
+    model = DistributedDataParallel(made(mlp))
+    optimizer = AdaHessian(model.parameters(), **OPTIONS)
+    Curvature(model, loss_fn, optimizer, batch_fraction=first_and_last).measure(part_of(batch(0), rank, size))
+    return hessian_rms(model, optimizer)
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = made(mlp)
+
+    def forward(self, batch):
+        return loss_fn(self.layers, batch)
+
+
+def attached_on_ranks(rank, size):
+    """The loop measures by calling the model."""
+    model = DistributedDataParallel(WithLoss())
+    optimizer = AdaHessian(model.parameters(), **OPTIONS, curvature_every=2)
+    with pytest.raises(ValueError, match="loss_of_output"):
+        attach(model, optimizer)
+    attach(model, optimizer, loss_of_output=lambda loss: loss)
+    for number in range(10):
+        optimizer.zero_grad()
+        model(part_of(batch(number), rank, size)).backward()
+        optimizer.step()
+    return flat(model.parameters())
+
+
 def gradients_on_ranks(rank, size, measured):
     """All that DDP does to gradients: buckets, hooks, no_sync."""
     model = DistributedDataParallel(made(with_batch_norm), bucket_cap_mb=1e-4)
@@ -299,6 +336,11 @@ def test_ranks_on_slices_are_one_process_on_the_whole_batch(ranks, options):
         assert_same(found, alone)
 
 
+def test_an_attached_model_is_measured_on_all_ranks(two_ranks):
+    for found in two_ranks(attached_on_ranks):
+        assert_same(found, trained_alone(10, {}))
+
+
 def test_float32_too(two_ranks):
     alone = trained_alone(10, {}, torch.float32)
     for found, _ in two_ranks(train_on_ranks, mlp, 10, {}, torch.float32):
@@ -328,6 +370,12 @@ def test_a_rank_of_weight_0_does_not_count(two_ranks):
     x, y = batch(0)
     for found in two_ranks(weights_on_ranks, "nothing"):
         assert_same(found, measured_alone(((x[10:], y[10:]), 1)))
+
+
+def test_each_rank_chooses_a_part_of_its_own_batch(two_ranks):
+    expected = measured_alone(*((first_and_last(part), 1) for part in parts(0, 2)))
+    for found in two_ranks(chosen_on_ranks):
+        assert_same(found, expected)
 
 
 def test_a_measurement_that_is_nan_on_one_rank_is_dropped_by_all(two_ranks):

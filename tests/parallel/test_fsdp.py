@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from adahessian import AdaHessian, Curvature, diagnose, param_groups
+from adahessian import AdaHessian, Curvature, attach, diagnose, param_groups
 
 # A steady start needs a mean over all shards.
 OPTIONS = {"lr": 0.05, "eps": 1e-2, "block_size": 4, "curvature_every": 2, "steady_start": True}
@@ -89,6 +89,30 @@ def train_on_ranks(rank, size, options, mesh_shape=None):
             assert state[name].to_local().shape[0] == param.to_local().shape[0]
             assert state[name].to_local().isfinite().all()
     return result
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = sharded()
+
+    def forward(self, batch):
+        return loss_fn(self.net, batch)
+
+
+def attached_on_ranks(rank, size):
+    model = fully_shard(WithLoss())
+    optimizer = AdaHessian(param_groups(model), **OPTIONS)
+    with pytest.raises(ValueError, match="loss_of_output"):
+        attach(model, optimizer)
+    attach(model, optimizer, loss_of_output=lambda loss: loss)
+    for number in range(6):
+        optimizer.zero_grad()
+        model(part_of(batch(number), rank, size)).backward()
+        optimizer.step()
+    return whole(model.parameters())
 
 
 def without_a_trace_on_ranks(rank, size):
@@ -262,6 +286,11 @@ def test_sharded_ranks_are_one_process(ranks, options):
 
 def test_shards_within_replicas_too(four_ranks):
     for found in four_ranks(train_on_ranks, {}, (2, 2)):
+        assert_same(found, trained_alone(6))
+
+
+def test_an_attached_model_is_measured_on_all_ranks(two_ranks):
+    for found in two_ranks(attached_on_ranks):
         assert_same(found, trained_alone(6))
 
 

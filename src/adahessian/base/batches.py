@@ -77,8 +77,8 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
     if len(sizes) != 1:
         raise ValueError(
             f"batch_fraction={fraction} needs the same number of examples everywhere along dimension {dim}, but the "
-            f"batch has {sorted(sizes) or 'no tensor to slice'}. Set batch_dim to the batch dimension, or slice the "
-            "batch yourself and set batch_fraction=1.0."
+            f"batch has {sorted(sizes) or 'no tensor to slice'}. Set batch_dim to the batch dimension, or pass a "
+            "function that returns a part of the batch as batch_fraction."
         )
     (size,) = sizes
     length = min(size, max(1, math.ceil(fraction * size - 1e-9)))  # 0.07 * 100 is a little more than 7
@@ -89,6 +89,25 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
         return part[:length] if size in certain and _counts(part, dim)[:1] == (size,) else _map_parts(cut, part)
 
     return cut(batch)
+
+
+def choose_part(choose: Callable[[Any], Any], batch: Any) -> Any:
+    """Return the part of a batch that a function chooses. Raise a ValueError if there is nothing in it.
+
+    >>> choose_part(lambda batch: batch[:2], torch.arange(8))
+    tensor([0, 1])
+    """
+    part = choose(batch)
+    if isinstance(part, _PLAIN) or _is_empty(part):
+        found = "no example" if _parts(part) or isinstance(part, Tensor) else repr(part)
+        raise ValueError(f"batch_fraction is a function that returned {found}. Return the part to measure on.")
+    return part
+
+
+def _is_empty(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return part.numel() == 0
+    return part is None if (parts := _parts(part)) is None else all(map(_is_empty, parts.values()))
 
 
 def _counts_in(batch: Any, dim: int) -> list[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from adahessian.hessian.lstm import lstm_forward
 # Compilation takes a minute or two, which does not pay off for models with fewer parameters.
 _WORTH_COMPILING = 100_000
 
-_SUBSTITUTES: dict[Forward, Forward] = {
+SUBSTITUTES: dict[Forward, Forward] = {
     **dict.fromkeys((nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward), conv_forward),
     nn.LSTM.forward: lstm_forward,
 }
@@ -148,7 +148,7 @@ class Engine:
             warn_once("product_dtype has no effect, because the curvature pass is not compiled. Leave it at None.")
 
     def _double_backward(self, batch: Any, request: Request, keep_buffers: bool) -> Derivatives:
-        settings: Any = {"substitutes": _SUBSTITUTES, "check_graph": not self._is_graph_checked}
+        settings: Any = {"substitutes": SUBSTITUTES, "check_graph": not self._is_graph_checked}
         found = double_backward(self._model, self._loss_fn, batch, request, keep_buffers=keep_buffers, **settings)
         self._is_graph_checked = True
         return found

@@ -35,12 +35,35 @@ def isolated(
 ) -> Iterator[None]:
     """Run a model on kernels that can be differentiated twice, and restore its state.
 
-    Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and ``substitutes`` replace the
-    ``forward`` of layers. Code compiled by ``torch.compile`` runs eagerly. Gradients, buffers and training modes are
-    restored. ``keep_buffers`` keeps the changes to buffers, unless the pass fails. Hooks on the model's parameters and
-    on ``params`` do not run. If the pass itself is compiled, it changes none of these.
+    Gradients, buffers and training modes are restored. ``keep_buffers`` keeps the changes to buffers, unless the pass
+    fails. Hooks on the model's parameters and on ``params`` do not run. If the pass itself is compiled, it changes none
+    of these. :func:`twice_differentiable` explains the kernels.
     """
-    modules, substitutes = list(model.modules()), {**_LOCAL, **substitutes}
+    modules = list(model.modules())
+    with ExitStack() as stack:
+        stack.enter_context(twice_differentiable(model, {**_LOCAL, **substitutes}, compiled=compiled))
+        if not compiled:
+            stack.enter_context(hooks_silenced([*model.parameters(), *params]))
+            for param in model.parameters():
+                stack.callback(setattr, param, "grad", param.grad)
+                param.grad = None
+            for module in modules:
+                stack.callback(setattr, module, "training", module.training)
+            buffers = buffers_restored(model, on_success=False) if keep_buffers else _buffers_exchanged(modules)
+            stack.enter_context(buffers)
+        yield
+
+
+@contextmanager
+def twice_differentiable(
+    model: nn.Module, substitutes: Mapping[Forward, Forward], *, compiled: bool = False
+) -> Iterator[None]:
+    """Run a model on kernels that can be differentiated twice.
+
+    Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and ``substitutes`` replace the
+    ``forward`` of layers. Unless the caller is compiled itself, code compiled by ``torch.compile`` runs eagerly.
+    """
+    modules = list(model.modules())
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(module, nn.RNNBase) for module in modules):
@@ -56,17 +79,10 @@ def isolated(
                 stack.callback(module.__dict__.pop, "forward", None)
                 # A bound method, because any other callable would be new in each pass and trigger recompilation.
                 module.__dict__["forward"] = MethodType(substitute, module)
-        if not compiled:
-            if "torch._dynamo" in sys.modules:  # if not loaded, nothing is compiled, and importing it takes seconds
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(hooks_silenced([*model.parameters(), *params]))
-            for param in model.parameters():
-                stack.callback(setattr, param, "grad", param.grad)
-                param.grad = None
-            for module in modules:
-                stack.callback(setattr, module, "training", module.training)
-            buffers = buffers_restored(model, on_success=False) if keep_buffers else _buffers_exchanged(modules)
-            stack.enter_context(buffers)
+        if (
+            not compiled and "torch._dynamo" in sys.modules
+        ):  # if not loaded, nothing is compiled. Importing takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

@@ -1,0 +1,184 @@
+"""Measurements in a loop that only calls the model, by hooks on its forward pass.
+
+Without the loss, the outputs become tensors of a subclass. PyTorch calls ``__torch_function__`` of such a subclass in
+place of its own functions, so ``loss.backward()`` can keep the graph of the gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adahessian.base.batches import map_tensors, tensors_in
+from adahessian.base.errors import CurvatureError
+from adahessian.curvature import Curvature
+from adahessian.hessian.engine import SUBSTITUTES
+from adahessian.hessian.graph import check_twice_differentiable, watch_functions
+from adahessian.hessian.isolation import twice_differentiable
+from adahessian.optimizer import AdaHessian
+
+
+def attach(
+    model: nn.Module,
+    optimizer: AdaHessian,
+    *,
+    loss_of_output: Callable[[Any], Tensor] | None = None,
+    **curvature_options: Any,
+) -> Attachment:
+    """Measure the curvature whenever the loop calls the model, so that the loop itself does not change.
+
+    Without ``loss_of_output``, the loss may be any function of the outputs. If a measurement is due,
+    ``loss.backward()`` keeps the graph of the gradient, and ``optimizer.step()`` differentiates it. The curvature is
+    that of the gradient, also if several losses are accumulated. Such a step differentiates the whole batch twice. It
+    needs more time and memory than :class:`adahessian.Curvature`, which measures on a part. It does not support
+    several processes, several optimizers for one loss, activation checkpointing, compiled losses, or a
+    ``torch.autograd.Function`` that computes the loss.
+
+    With ``loss_of_output``, the inputs are the batch, and the loss must be a function of them alone. Each call of the
+    model first calls :meth:`adahessian.Curvature.measure` with ``(args, kwargs)``. Several calls per step count as
+    micro-batches, and several processes are supported.
+
+    Calls in eval mode or without gradients are not measured. Attach the model last, after it has been compiled or
+    wrapped, and call the attached model itself. A copy of the model is not attached.
+
+    Args:
+        model: The model that the loop calls. If it is attached already, the new hooks replace the old ones.
+        optimizer: The optimizer that uses the curvature.
+        loss_of_output: Returns the loss that you optimize from an output of the model, as a mean over the batch. An
+            example is ``lambda output: output.loss``, for a model that computes its own loss.
+        curvature_options: Other arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``. They need
+            ``loss_of_output``.
+
+    Returns:
+        A handle. Its method ``remove`` removes the hooks, for example before the model is exported.
+
+    Raises:
+        TypeError: If the model or the optimizer has the wrong type, or an option needs ``loss_of_output``.
+        ValueError: If an option is out of range, or several processes or a wrapper need ``loss_of_output``.
+
+    Example:
+        >>> import adahessian
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = adahessian.AdaHessianKron(adahessian.param_groups(model), lr=1e-3)
+        >>> handle = attach(model, optimizer)
+        >>> model(torch.ones(8, 3)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def loss_fn(module: nn.Module, call: Any) -> Tensor:
+        args, kwargs = call
+        assert loss_of_output is not None
+        return loss_of_output(module(*args, **kwargs))
+
+    curvature = Curvature(model, loss_fn, optimizer, **curvature_options)  # checks the arguments, too
+    if loss_of_output is None and curvature_options:
+        names = ", ".join(curvature_options)
+        raise TypeError(f"{names} needs loss_of_output. Pass both, or create an adahessian.Curvature.")
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if loss_of_output is None and (is_wrapped or curvature.ranks is not None):
+        raise ValueError(
+            "loss_of_output=None supports neither several processes nor DistributedDataParallel. If the model computes "
+            "its own loss, pass loss_of_output. Otherwise, create an adahessian.Curvature."
+        )
+    for earlier in filter(None, map(_owner, list(model._forward_pre_hooks.values()))):
+        earlier.remove()
+    attachment = Attachment(curvature.optimizer, None if loss_of_output is None else curvature)
+    attachment._handles = [
+        # First, because the pass runs other hooks, which may change the inputs.
+        model.register_forward_pre_hook(attachment._before, prepend=True, with_kwargs=True),
+        model.register_forward_hook(attachment._after, always_call=True),
+    ]
+    return attachment
+
+
+class Attachment:
+    """The hooks of :func:`attach`. A copy or pickle of the model has hooks that do nothing."""
+
+    def __init__(self, optimizer: AdaHessian | None = None, curvature: Curvature[nn.Module] | None = None) -> None:
+        self._optimizer, self._curvature = optimizer, curvature
+        self._handles: list[Any] = []
+        self._kernels, self._is_due = ExitStack(), False
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._optimizer is None or not (model.training and torch.is_grad_enabled()):
+            return
+        if self._curvature is None:
+            if self._optimizer.curvature_due:
+                self._kernels.enter_context(twice_differentiable(model, SUBSTITUTES))
+                self._is_due = True
+            return
+        if any(tensor.grad_fn is not None for tensor in tensors_in((args, kwargs))):
+            raise ValueError(
+                "model is called with a tensor that has a graph, which a measurement would free. Detach the tensor, or "
+                "attach the module that also computes it."
+            )
+        with _hooks_hidden(model):  # because the pass calls the model
+            self._curvature.measure((args, kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        is_due, self._is_due = self._is_due, False
+        self._kernels.close()
+        return map_tensors(_traced, output) if is_due else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Attachment, ()
+
+
+def _owner(hook: Any) -> Attachment | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, Attachment) else None
+
+
+@contextmanager
+def _hooks_hidden(model: nn.Module) -> Iterator[None]:
+    # Not by setattr, which a compiled model passes on to the original one.
+    kept = {name: vars(model)[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
+    for name, hooks in kept.items():
+        vars(model)[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _owner(hook) is None)
+    try:
+        yield
+    finally:
+        vars(model).update(kept)
+
+
+class _Traced(Tensor):
+    """An output of the model, or a result computed from it, whose ``backward`` keeps the graph of the gradient."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            raise CurvatureError(
+                "A compiled function received an output of an attached model, and its gradient would have no graph. "
+                "Call the original function, or measure with adahessian.Curvature."
+            )
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in (Tensor.backward, torch.autograd.backward):
+                return map_tensors(_traced, func(*args, **kwargs))
+            losses = list(tensors_in(args[0]))
+            check_twice_differentiable(losses, of_loss=True)
+            for loss in losses:
+                watch_functions(loss)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward", UserWarning)  # step frees the graph
+                return func(*args, **{**kwargs, "retain_graph": True, "create_graph": True})
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach(), spec)
+
+
+def _traced(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(_Traced) if tensor.requires_grad else tensor
