@@ -143,7 +143,8 @@ class Curvature(Generic[Model]):
         if not (is_next or optimizer.curvature_due):
             return False
         try:
-            batch = self._part_of(batch)
+            if self.batch_fraction != 1:
+                batch = self._part_of(batch)
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")

@@ -79,9 +79,8 @@ def twice_differentiable(
                 stack.callback(module.__dict__.pop, "forward", None)
                 # A bound method, because any other callable would be new in each pass and trigger recompilation.
                 module.__dict__["forward"] = MethodType(substitute, module)
-        if (
-            not compiled and "torch._dynamo" in sys.modules
-        ):  # if not loaded, nothing is compiled. Importing takes seconds
+        # If the compiler is not loaded, nothing is compiled. Importing it takes seconds.
+        if not compiled and "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
