@@ -120,5 +120,34 @@ def test_a_gradient_without_a_graph_is_an_error_that_names_its_function(function
         assert curvature.measure(X)
 
 
+class FusedLoss(torch.autograd.Function):
+    """A mean of fourth powers whose gradient is computed in the forward pass, as fused cross-entropies do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(4 * x**3 / x.numel())
+        return (x**4).mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        (gradient,) = ctx.saved_tensors
+        return g * gradient
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "is_hidden"),
+    [
+        (FusedLoss.apply, True),
+        (lambda output: 0.5 * FusedLoss.apply(output), True),
+        (lambda output: Straight.apply(output.square().mean()), False),
+    ],
+)
+def test_a_loss_whose_gradient_is_computed_in_its_forward_is_an_error(loss_of, is_hidden):
+    model = nn.Linear(4, 2)
+    curvature = Curvature(model, lambda m, x: loss_of(m(x)), AdaHessian(model.parameters()))
+    with pytest.raises(CurvatureError, match=r"FusedLoss .* a graph") if is_hidden else nullcontext():
+        assert curvature.measure(X)
+
+
 def of_once_kept(layer):
     return Once.apply(layer(X)).square().mean()

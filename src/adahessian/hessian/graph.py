@@ -48,8 +48,10 @@ def watch_functions(loss: Tensor) -> None:
     """Let the backward of ``loss`` raise an error if a custom function hides its gradients from autograd."""
 
     def check(name: str, gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
-        found = [each.requires_grad for each in gradients if each is not None]
-        if found and not any(found) and any(each is not None and each.requires_grad for each in incoming):
+        found, given = ([each for each in tensors if each is not None] for tensors in (gradients, incoming))
+        # The incoming gradient of the function that computes the loss is a constant. Such a function is not linear.
+        is_loss = all(each.numel() == 1 for each in given) and any(each.numel() > 1 for each in found)
+        if found and not any(each.requires_grad for each in found) and (is_loss or any(g.requires_grad for g in given)):
             raise CurvatureError(
                 f"{name} cannot be differentiated twice because its backward returns gradients without a graph, as a "
                 "fused kernel does. Replace it with ordinary operations, or freeze the parameters before it."
