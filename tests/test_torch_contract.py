@@ -416,7 +416,7 @@ def test_zero_grad(make, set_to_none):
 def test_a_profile_names_its_steps(make):
     problem = Problem()
     optimizer = make(problem.params)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         problem.step(optimizer)
     assert f"Optimizer.step#{type(optimizer).__name__}.step" in {event.key for event in profile.key_averages()}
 

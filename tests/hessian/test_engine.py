@@ -385,6 +385,18 @@ def test_another_order_of_memory_changes_neither_results_nor_the_order_of_the_pa
             assert [tensor.stride() for tensor in found] == [param.stride() for param in params]
 
 
+@pytest.mark.parametrize("needs_marks", [True, False])
+def test_a_gradient_that_nobody_needs_is_left_out(quick_compiler, needs_marks):
+    model, batch = CONVOLUTION.model(), CONVOLUTION.batch()
+    request = request_for(model.parameters())
+    settings = {"needs_gradient": False, "needs_marks": needs_marks}
+    found = CompiledPass(model, CONVOLUTION.loss, request.params, None, **settings)(batch, request, False)
+    expected = double_backward.double_backward(model, CONVOLUTION.loss, batch, request)
+    torch.testing.assert_close(found.products[0], expected.products[0], **CLOSE)
+    marks = expected.gradients if needs_marks else expected.products[0]
+    torch.testing.assert_close(found.gradients, marks, **CLOSE)
+
+
 @pytest.mark.parametrize("is_image", [True, False])
 @pytest.mark.parametrize("is_cuda", [True, False])
 def test_images_on_a_gpu_are_computed_in_another_order_of_memory(monkeypatch, is_image, is_cuda):
