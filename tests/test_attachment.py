@@ -326,7 +326,7 @@ def test_reentrant_checkpointing_in_the_model_is_rejected_before_the_gradient():
 # A loss of the model itself -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_fraction": 1.0}, {"batch_fraction": lambda call: call}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"batch_fraction": 1.0}, {"batch_fraction": lambda call: call}], ids=range(3))
 def test_a_loss_of_the_output_is_measured_as_by_a_curvature(options):
     ends = []
     for is_attached in (True, False):

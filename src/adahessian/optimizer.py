@@ -91,7 +91,7 @@ class AdaHessian(Optimizer):
     # If True, timm's training script calls backward(create_graph=True) at every step.
     is_second_order = True
     default_batch_fraction = 1.0  # of Curvature
-    needs_marks = True  # of the blocks that a loss reached, which its gradient shows
+    needs_marks = True  # of blocks that a loss reached although their products are zero, which its gradient shows
 
     _measurement: Measurement | None  # the newest measurement, until a step uses it
     _overdue_warned: bool

@@ -48,9 +48,9 @@ def state_of(shape, dtype=torch.float64):
     return [torch.zeros(size, dtype=dtype) for size in shape.stored.values()]
 
 
-def fold(shape, stored, products, weight):
+def fold(shape, stored, products, gradient, weight):
     families = families_of([shape])
-    estimates = reduce_rotations(families, [[y] for y in products])
+    estimates = reduce_rotations(families, [[y] for y in products], None if gradient is None else [gradient])
     fold_rotations(families, [stored], estimates, torch.tensor([weight], dtype=stored[0].dtype), FINITE)
 
 
@@ -61,7 +61,7 @@ def refresh(*args):
 
 def folded(shape, products, least=1e-16):
     stored = state_of(shape)
-    fold(shape, stored, products, 1.0)
+    fold(shape, stored, products, None, 1.0)
     refresh(families_of([shape]), [stored], MANY.double(), least)
     return stored
 
@@ -225,7 +225,7 @@ def test_rows_without_a_loss_keep_their_mean_and_the_factor_stays_semidefinite(b
         y = normal(1, 4, seed=number) * torch.linspace(0.1, 3, 6)[:, None] / number  # rows that go together
         away, before = normal(6, seed=1000 + number) > 0, stored[0].clone()
         y[away] = 0.0
-        fold(shape, stored, [y], max(0.3, 1 / number))
+        fold(shape, stored, [y], y.clone(), max(0.3, 1 / number))
         was, now = (shape.form.rows.split(each).diagonal(dim1=-2, dim2=-1).flatten() for each in (before, stored[0]))
         torch.testing.assert_close(now[away], was[away], rtol=0, atol=0)
         for factor in (shape.form.rows.split(stored[0]), shape.form.columns.split(stored[1])):
@@ -271,7 +271,7 @@ def test_the_first_step_is_as_long_as_adamws_whatever_the_units(shape, curvature
     stored = state_of(shape, torch.float32)
     momentum = size * normal(*shape.shape, dtype=torch.float32)
     product = curvature * torch.ones(shape.shape)
-    fold(shape, stored, [product], 1.0)
+    fold(shape, stored, [product], momentum, 1.0)
     refresh(families_of([shape]), [stored], torch.ones(1), 1e-2)
     stored[-1] += 0.01 * momentum.square().sum()
     update = rotated_update(0.1 * momentum, shape, stored, 1, 0.9)

@@ -196,13 +196,6 @@ class Rotation(CurvatureShape):
         return {key: stack + shape for key, shape in self.form.stored.items()}
 
     @property
-    def marked(self) -> tuple[int, ...]:  # noqa: D102
-        return (0,)  # products tell what the loss reached
-
-    def touched(self, product: Tensor, gradient: Tensor) -> Tensor:  # noqa: D102
-        return product.new_empty(0)
-
-    @property
     def unsharded(self) -> set[str]:  # noqa: D102
         return set() if self.is_stack else {*self.form.stored} - {"left_factor", "left_root"}
 
@@ -326,15 +319,17 @@ def over_shards(families: Sequence[Family], values: Sequence[Tensor], gather: Ga
     return [torch.stack([gathered[place] for place in family.places], -1) for family in families]
 
 
-def reduce_rotations(families: Sequence[Family], products: Sequence[Sequence[Tensor]]) -> list[Estimate]:
-    """Reduce products, one list per probe, to the moments of each parameter and to marks of what the loss reached.
-
-    The loss has not reached rows and columns whose products are all zero. Their means stay as they are.
-    """
+def reduce_rotations(
+    families: Sequence[Family], products: Sequence[Sequence[Tensor]], gradients: Sequence[Tensor] | None
+) -> list[Estimate]:
+    """Reduce products, one list per probe, to the moments of each parameter and to marks of what the loss reached."""
     estimates = [Estimate((), products[0][0].new_zeros((), dtype=torch.bool))] * len(products[0])
     for family in families:
         stacks = cat([family.stack(of_probe)[None] for of_probe in products])
-        moments, marks = family.form.reduce(stacks, stacks.ne(0).any(0))
+        took_part = torch.ones_like(stacks[0], dtype=torch.bool)
+        if gradients is not None:
+            took_part = stacks.ne(0).any(0).logical_or_(family.stack(gradients).ne(0))
+        moments, marks = family.form.reduce(stacks, took_part)
         not_finite = torch.stack([each.flatten(1).sum(1) for each in moments]).isfinite().all(0).logical_not()
         parts = zip(*(each.split(family.counts) for each in (not_finite, *moments, *marks)), strict=True)
         for place, (flag, *values) in zip(family.places, parts, strict=True):

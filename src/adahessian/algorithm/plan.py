@@ -142,10 +142,10 @@ class Bucket:
         """Reduce probes and products to the values that this rank stores."""
         probes = None if probes is None else list(map(self._prepare, probes))
         products = list(map(self._prepare, products))
-        if self.families is not None:
-            estimates: list[Estimate] = self._run(kronecker.reduce_rotations, self.families, products)
-            return estimates
         gradients = None if gradients is None else self._prepare(gradients)
+        if self.families is not None:
+            estimates: list[Estimate] = self._run(kronecker.reduce_rotations, self.families, products, gradients)
+            return estimates
         of_params = list(zip(*products, strict=True))
         nothing = [None] * len(self.params)
         signs = nothing if probes is None else zip(*probes, strict=True)

@@ -35,8 +35,8 @@ def batch_norm_forward(module: _BatchNorm, x: Tensor) -> Tensor:
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     r"""Normalize by the statistics of the batch, and return these statistics without a graph.
 
-    The shift :math:`s` is the channel's first value in the batch, as a constant. Neither results nor derivatives depend
-    on it, but it is close enough to the mean to compute all sums of one derivative at once without cancellation:
+    The shift :math:`s` is the rounded mean of the batch, as a constant. Neither results nor derivatives depend on it,
+    but it allows all sums of one derivative to be computed at once:
 
     .. math::
         d = \overline{x - s}, \quad \sigma^2 = \overline{(x - s)^2} - d^2, \quad
@@ -45,9 +45,7 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     channels = (1, -1, *(1,) * (x.dim() - 2))
     over = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centre = wide.detach()[0]
-    while centre.dim() > 1:
-        centre = centre[..., 0]
+    centre = wide.detach().mean(over)
     centred = wide - centre.view(channels)
     off_centre = centred.mean(over)
     variance = centred.square().mean(over) - off_centre.square()
