@@ -231,10 +231,11 @@ def test_kernels_have_second_derivatives_in_the_forward_pass_only():
     assert seen == [(False, False), (False, False), before]
 
 
-def test_an_interrupted_forward_pass_restores_kernels_in_the_next_one():
+@pytest.mark.parametrize("end", ["call", "remove"])
+def test_an_interrupted_forward_pass_restores_kernels_in_the_next_one_or_with_the_hooks(end):
     before = torch.backends.cuda.flash_sdp_enabled()
     model = nn.Linear(4, 3)
-    attach(model, AdaHessian(model.parameters()))
+    attachment = attach(model, AdaHessian(model.parameters()))
 
     def interrupt(module, args):
         raise KeyboardInterrupt
@@ -243,9 +244,23 @@ def test_an_interrupted_forward_pass_restores_kernels_in_the_next_one():
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 4))
     handle.remove()
-    with torch.no_grad():
-        model(torch.ones(2, 4))
+    if end == "remove":
+        attachment.remove()
+    else:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
     assert torch.backends.cuda.flash_sdp_enabled() == before
+
+
+def test_gradients_of_parameters_that_the_optimizer_lacks_keep_no_graph():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = AdaHessian(model[2].parameters())
+    handle = attach(model, optimizer)
+    for _ in range(2):  # their gradients accumulate, because nobody zeroes them
+        take_step(model, optimizer, model(torch.randn(8, 4)).square().mean())
+        assert not any(param.grad.requires_grad for param in model[0].parameters())
+    handle.remove()
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

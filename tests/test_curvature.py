@@ -538,7 +538,7 @@ def test_the_optimizer_inside_of_a_wrapper_gets_the_curvature():
     assert not optimizer.curvature_due
 
 
-@pytest.mark.parametrize("function", [nn.CrossEntropyLoss(), lambda batch: 0])
+@pytest.mark.parametrize("function", [nn.CrossEntropyLoss(), nn.functional.mse_loss, lambda x: 0], ids=range(3))
 def test_a_loss_that_does_not_take_a_model_and_a_batch_is_rejected_at_once(function):
     model = MLP.model()
     with pytest.raises(TypeError, match=r"loss_fn.*model, batch"):

@@ -7,6 +7,7 @@ place of its own functions, so ``loss.backward()`` can keep the graph of the gra
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,9 +37,10 @@ def attach(
     Without ``loss_of_output``, the loss may be any function of the outputs. If a measurement is due,
     ``loss.backward()`` keeps the graph of the gradient, and ``optimizer.step()`` differentiates it. The curvature is
     that of the gradient, also if several losses are accumulated. Such a step differentiates the whole batch twice. It
-    needs more time and memory than :class:`adahessian.Curvature`, which measures on a part. It does not support
-    several processes, several optimizers for one loss, activation checkpointing, compiled losses, or a
-    ``torch.autograd.Function`` that computes the loss.
+    needs more time and memory than :class:`adahessian.Curvature`, which measures on a part. Each loss must depend on an
+    output, so add a penalty on parameters to such a loss before ``backward``. Detach losses that you keep. Several
+    processes, several optimizers for one loss, activation checkpointing, compiled losses, and a
+    ``torch.autograd.Function`` that computes the loss are not supported.
 
     With ``loss_of_output``, the inputs are the batch, and the loss must be a function of them alone. Each call of the
     model first calls :meth:`adahessian.Curvature.measure` with ``(args, kwargs)``. Several calls per step count as
@@ -89,7 +91,16 @@ def attach(
     for earlier in filter(None, map(_owner, list(model._forward_pre_hooks.values()))):
         earlier.remove()
     attachment = Attachment(curvature.optimizer, None if loss_of_output is None else curvature)
+    own = weakref.ref(model)  # so that the optimizer does not keep the model alive
+
+    def detach_gradients(*_: Any) -> None:
+        # The optimizer has freed the graphs of its own parameters.
+        for param in () if (alive := own()) is None else alive.parameters():
+            if param.grad is not None and param.grad.requires_grad:
+                param.grad = param.grad.detach()
+
     attachment._handles = [
+        curvature.optimizer.register_step_post_hook(detach_gradients),
         # First, because the pass runs other hooks, which may change the inputs.
         model.register_forward_pre_hook(attachment._before, prepend=True, with_kwargs=True),
         model.register_forward_hook(attachment._after, always_call=True),
@@ -106,12 +117,20 @@ class Attachment:
         self._kernels, self._is_due = ExitStack(), False
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks from the model and the optimizer."""
+        self._leave()
         for handle in self._handles:
             handle.remove()
 
+    def _leave(self) -> bool:
+        """Restore the model's kernels, and return whether they were replaced."""
+        is_due, self._is_due = self._is_due, False
+        self._kernels.close()
+        return is_due
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self._leave()  # if an interrupt ended an earlier call
         if self._optimizer is None or not (model.training and torch.is_grad_enabled()):
             return
         if self._curvature is None:
@@ -129,9 +148,7 @@ class Attachment:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        is_due, self._is_due = self._is_due, False
-        self._kernels.close()
-        return map_tensors(_traced, output) if is_due else None
+        return map_tensors(_traced, output) if self._leave() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Attachment, ()

@@ -258,8 +258,11 @@ class _Pending:
 
 def _check_arguments_of(loss_fn: Callable[..., Any]) -> None:
     """Raise a TypeError if a loss does not take a model and a batch, such as the losses of torch.nn."""
-    if isinstance(loss_fn, nn.modules.loss._Loss):
-        call = f"lambda model, batch: torch.nn.{type(loss_fn).__name__}()(model(batch[0]), batch[1])"
+    name = getattr(loss_fn, "__name__", "")
+    is_function = bool(name) and getattr(nn.functional, name, None) is loss_fn
+    if is_function or isinstance(loss_fn, nn.modules.loss._Loss):
+        function = f"torch.nn.functional.{name}" if is_function else f"torch.nn.{type(loss_fn).__name__}()"
+        call = f"lambda model, batch: {function}(model(batch[0]), batch[1])"
         raise TypeError(f"loss_fn takes outputs and targets, but is called with a model and a batch. Pass {call}.")
     try:
         inspect.signature(loss_fn).bind(object(), object())

@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from adahessian import AdaHessian, AdaHessianKron, Curvature, param_groups
+from adahessian.integrations.side_effects import attributes_restored
 from adahessian.integrations.transformers import optimizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_text.py"
@@ -412,6 +414,33 @@ def test_rejects_data_parallel(tmp_path):
     trainer = Trainer(model=language_model(), args=args, optimizer_cls_and_kwargs=ours())
     with pytest.raises(ValueError, match="n_gpu"):
         trainer.create_optimizer()
+
+
+def test_rejects_a_function_that_chooses_a_part(tmp_path):
+    chosen = ours(curvature_options={"batch_fraction": lambda batch: batch})
+    trainer = Trainer(model=language_model(), args=arguments(tmp_path), optimizer_cls_and_kwargs=chosen)
+    with pytest.raises(ValueError, match="batch_fraction"):
+        trainer.create_optimizer()
+
+
+def test_another_optimizer_is_not_measured_for(tmp_path):
+    trainer = train(tmp_path, trainer_class=Watching)
+    Watching.seen.clear()
+    trainer.optimizer, trainer.lr_scheduler = torch.optim.SGD(trainer.model.parameters(), 0.01), None
+    trainer.train()
+    assert [[step for _, step in Watching.seen].count(step) for step in range(1, 4)] == [1, 1, 1]
+
+
+def test_attributes_that_contain_each_other_are_restored():
+    owner = SimpleNamespace(table={}, entries=[])
+    owner.table["self"], owner.table["entries"] = owner.table, owner.entries
+    before = dict(vars(owner))
+    with attributes_restored(owner):
+        owner.entries.append(1)
+        assert owner.table["self"] is owner.table is not before["table"]
+        assert owner.table["entries"] == [1]
+    assert all(vars(owner)[name] is before[name] for name in before)
+    assert owner.entries == []
 
 
 def test_rejects_versions_that_know_no_factories():

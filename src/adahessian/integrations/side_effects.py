@@ -26,8 +26,8 @@ def attributes_restored(owner: object, *, shared: Collection[str] = ()) -> Itera
         >>> metrics
         namespace(count=1, losses=[0.5])
     """
-    attributes = dict(vars(owner))
-    vars(owner).update({name: _spare(attributes[name]) for name in attributes.keys() - set(shared)})
+    attributes, spares = dict(vars(owner)), dict[int, Any]()
+    vars(owner).update({name: _spare(attributes[name], spares) for name in attributes.keys() - set(shared)})
     try:
         yield
     finally:
@@ -35,14 +35,20 @@ def attributes_restored(owner: object, *, shared: Collection[str] = ()) -> Itera
         vars(owner).update(attributes)
 
 
-def _spare(value: Any) -> Any:
-    """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch."""
+def _spare(value: Any, spares: dict[int, Any]) -> Any:
+    """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch.
+
+    ``spares`` holds earlier copies by the id of their original, because values may contain each other.
+    """
+    if id(value) in spares:
+        return spares[id(value)]
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.clone()
     spare = copy.copy(value) if isinstance(value, (list, dict, set, deque)) else value
+    spares[id(value)] = spare
     if isinstance(spare, list):
-        spare[:] = [each if isinstance(each, Tensor) else _spare(each) for each in spare]
+        spare[:] = [each if isinstance(each, Tensor) else _spare(each, spares) for each in spare]
     elif isinstance(spare, dict):
         for key, each in spare.items():
-            spare[key] = _spare(each)
+            spare[key] = _spare(each, spares)
     return spare

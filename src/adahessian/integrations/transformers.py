@@ -51,7 +51,8 @@ def optimizer(
 
     Raises:
         RuntimeError: When training starts, if transformers is older than 5.2.
-        ValueError: When training starts, if the Trainer would use ``torch.nn.DataParallel``.
+        ValueError: When training starts, if the Trainer would use ``torch.nn.DataParallel``, or ``batch_fraction`` is a
+            function.
 
     Example:
         >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=optimizer(lr=1e-3))  # doctest: +SKIP
@@ -79,6 +80,11 @@ def _create(
             "args.n_gpu is above 1, so the Trainer would use torch.nn.DataParallel, which is not supported. Launch "
             "one process per GPU with torchrun, or select one GPU with CUDA_VISIBLE_DEVICES=0."
         )
+    if callable(curvature_options.get("batch_fraction")):
+        raise ValueError(
+            "curvature_options has a function as batch_fraction, but a Trainer divides losses by num_items_in_batch of "
+            "the whole batch. Pass a number, which is 1.0 for batches that must not be cut."
+        )
     options = {"lr": trainer.args.learning_rate, "weight_decay": trainer.args.weight_decay, **options}
     if options["lr"] == TrainingArguments.learning_rate and not issubclass(optimizer_class, AdaHessianKron):
         warnings.warn(
@@ -89,7 +95,7 @@ def _create(
     created = optimizer_class(_groups(trainer, model), **options)
     # A search for hyperparameters creates one optimizer per trial.
     compute_loss = getattr(trainer.compute_loss, "compute_loss", trainer.compute_loss)
-    trainer.compute_loss = _MeasuredLoss(trainer, compute_loss, curvature_options)
+    trainer.compute_loss = _MeasuredLoss(trainer, created, compute_loss, curvature_options)
     return created
 
 
@@ -126,12 +132,16 @@ class _MicroBatch(NamedTuple):
 class _MeasuredLoss:
     """``compute_loss`` of a Trainer, with a measurement before it if one is due."""
 
-    def __init__(self, trainer: Any, compute_loss: Callable[..., Any], curvature_options: Mapping[str, Any]) -> None:
-        self.trainer, self.compute_loss, self.options = trainer, compute_loss, curvature_options
+    def __init__(
+        self, trainer: Any, created: AdaHessian, compute_loss: Callable[..., Any], curvature_options: Mapping[str, Any]
+    ) -> None:
+        self.trainer, self.created = trainer, created
+        self.compute_loss, self.options = compute_loss, curvature_options
         self.curvature: Curvature[nn.Module] | None = None
 
     def __call__(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training:  # not in an evaluation
+        used = self.trainer.optimizer
+        if model.training and getattr(used, "optimizer", used) is self.created:  # not in an evaluation
             self.curvature = self.curvature or self._create_curvature(model)
             self.curvature.measure(_MicroBatch(inputs, kwargs.get("num_items_in_batch"), self._count_examples(inputs)))
         return self.compute_loss(model, inputs, *args, **kwargs)
