@@ -1,4 +1,4 @@
-"""A loop that only calls the model measures the curvature of its loss, and is left alone otherwise."""
+"""A loop that only calls the model measures the curvature of its loss, and is otherwise unaffected."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ OPTIONS = {"lr": 0.01, "curvature_every": 3, "curvature_warmup": 2}
 
 
 class WithLoss(nn.Module):
-    """Computes its own loss."""
+    """A model that computes its own loss."""
 
     def __init__(self, case=MLP):
         super().__init__()
@@ -103,7 +103,7 @@ class Outputs:
 
 
 def mean_in_lines(outputs, y):
-    """As loops do it: some outputs in place, some as numbers, some split."""
+    """Use outputs as loops do, in place, as numbers, and split."""
     first, (second,) = outputs.first, outputs.rest["list"]
     assert outputs.rest["number"] == 3
     print(f"{second.mean():.3f}", float(first.detach().mean()), first.shape, first.argmax(1).eq(y).float().mean())
@@ -194,7 +194,7 @@ def test_a_scaled_and_clipped_loss_is_measured():
 
 
 class Labels(torch.Tensor):
-    """Tensors of a library, which reject those of other libraries."""
+    """A tensor subclass of a library, which rejects the subclasses of other libraries."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -256,7 +256,7 @@ def test_gradients_of_parameters_that_the_optimizer_lacks_keep_no_graph():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = AdaHessian(model[2].parameters())
     handle = attach(model, optimizer)
-    for _ in range(2):  # their gradients accumulate, because nobody zeroes them
+    for _ in range(2):  # gradients accumulate, because they are not set to zero
         take_step(model, optimizer, model(torch.randn(8, 4)).square().mean())
         assert not any(param.grad.requires_grad for param in model[0].parameters())
     handle.remove()
@@ -320,7 +320,7 @@ def test_losses_that_cannot_be_measured_are_errors_before_the_step(backward):
         backward(model(x))
         optimizer.step()
 
-    # The compiler wraps errors in its own.
+    # The compiler wraps errors in its own exception.
     with pytest.raises(
         (CurvatureError, torch._dynamo.exc.InternalTorchDynamoError), match=r"Fused|adahessian\.Curvature"
     ):
@@ -426,7 +426,7 @@ def attached(with_loss):
 
 
 def is_measured(model, optimizer):
-    """Whether a training step is possible."""
+    """Return whether a training step is possible."""
     x, y = MLP.batch()
     try:
         take_step(model, optimizer, model(x, labels=y)["loss"])

@@ -1,7 +1,7 @@
-"""Measurements in a loop that only calls the model, by hooks on its forward pass.
+"""Hooks that measure the curvature when a training loop calls the model.
 
-Without the loss, the outputs become tensors of a subclass. PyTorch calls ``__torch_function__`` of such a subclass in
-place of its own functions, so ``loss.backward()`` can keep the graph of the gradient.
+Unless the model computes the loss, its outputs become tensors of a subclass. PyTorch calls ``__torch_function__`` of
+the subclass instead of its own functions, so ``loss.backward()`` can keep the graph of the gradient.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ def attach(
     loss_of_output: Callable[[Any], Tensor] | None = None,
     **curvature_options: Any,
 ) -> Attachment:
-    """Measure the curvature whenever the loop calls the model, so that the loop itself does not change.
+    """Measure the curvature when the loop calls the model, without changes to the loop.
 
     Without ``loss_of_output``, the loss may be any function of the outputs. If a measurement is due,
-    ``loss.backward()`` keeps the graph of the gradient, and ``optimizer.step()`` differentiates it. The curvature is
-    that of the gradient, also if several losses are accumulated. Such a step differentiates the whole batch twice. It
-    needs more time and memory than :class:`adahessian.Curvature`, which measures on a part. Each loss must depend on an
-    output, so add a penalty on parameters to such a loss before ``backward``. Detach losses that you keep. Several
-    processes, several optimizers for one loss, activation checkpointing, compiled losses, and a
-    ``torch.autograd.Function`` that computes the loss are not supported.
+    ``loss.backward()`` keeps the graph of the gradient, and ``optimizer.step()`` differentiates the gradient. If
+    several losses are accumulated, the curvature is that of their accumulated gradient. Such a step differentiates the
+    whole batch twice. It needs more time and memory than :class:`adahessian.Curvature`, which can measure on a part of
+    the batch. Each loss must depend on an output. If you penalize parameters, add the penalty to a loss of the outputs,
+    and call ``backward`` on the sum. Detach losses that you keep. Several processes, several optimizers for one loss,
+    activation checkpointing, compiled losses, and a ``torch.autograd.Function`` that computes the loss are not
+    supported.
 
-    With ``loss_of_output``, the inputs are the batch, and the loss must be a function of them alone. Each call of the
-    model first calls :meth:`adahessian.Curvature.measure` with ``(args, kwargs)``. Several calls per step count as
+    With ``loss_of_output``, the inputs are the batch, and the loss must depend on nothing else. Each call of the model
+    first calls :meth:`adahessian.Curvature.measure` with ``(args, kwargs)``. Several calls per step count as
     micro-batches, and several processes are supported.
 
-    Calls in eval mode or without gradients are not measured. Attach the model last, after it has been compiled or
-    wrapped, and call the attached model itself. A copy of the model is not attached.
+    Calls in eval mode or without gradients are not measured. Compile or wrap the model before you attach it, and call
+    the attached model itself. A copy of the model is not attached.
 
     Args:
         model: The model that the loop calls. If it is attached already, the new hooks replace the old ones.
         optimizer: The optimizer that uses the curvature.
-        loss_of_output: Returns the loss that you optimize from an output of the model, as a mean over the batch. An
-            example is ``lambda output: output.loss``, for a model that computes its own loss.
+        loss_of_output: Function that returns the loss that you optimize from an output of the model, as a mean over the
+            batch. An example is ``lambda output: output.loss``, for a model that computes its own loss.
         curvature_options: Other arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``. They need
             ``loss_of_output``.
 
@@ -78,7 +79,7 @@ def attach(
         assert loss_of_output is not None
         return loss_of_output(module(*args, **kwargs))
 
-    curvature = Curvature(model, loss_fn, optimizer, **curvature_options)  # checks the arguments, too
+    curvature = Curvature(model, loss_fn, optimizer, **curvature_options)  # also checks the arguments
     if loss_of_output is None and curvature_options:
         names = ", ".join(curvature_options)
         raise TypeError(f"{names} needs loss_of_output. Pass both, or create an adahessian.Curvature.")
@@ -101,7 +102,7 @@ def attach(
 
     attachment._handles = [
         curvature.optimizer.register_step_post_hook(detach_gradients),
-        # First, because the pass runs other hooks, which may change the inputs.
+        # This hook runs first, because the pass runs other hooks, which may change the inputs.
         model.register_forward_pre_hook(attachment._before, prepend=True, with_kwargs=True),
         model.register_forward_hook(attachment._after, always_call=True),
     ]
@@ -123,7 +124,7 @@ class Attachment:
             handle.remove()
 
     def _leave(self) -> bool:
-        """Restore the model's kernels, and return whether they were replaced."""
+        """Restore the model's kernels, and return whether the kernels were replaced."""
         is_due, self._is_due = self._is_due, False
         self._kernels.close()
         return is_due
@@ -141,7 +142,7 @@ class Attachment:
         if any(tensor.grad_fn is not None for tensor in tensors_in((args, kwargs))):
             raise ValueError(
                 "model is called with a tensor that has a graph, which a measurement would free. Detach the tensor, or "
-                "attach the module that also computes it."
+                "attach a module that also computes the tensor."
             )
         with _hooks_hidden(model):  # because the pass calls the model
             self._curvature.measure((args, kwargs))
@@ -161,7 +162,7 @@ def _owner(hook: Any) -> Attachment | None:
 
 @contextmanager
 def _hooks_hidden(model: nn.Module) -> Iterator[None]:
-    # Not by setattr, which a compiled model passes on to the original one.
+    # A compiled model forwards setattr to the original model, so this changes the dict.
     kept = {name: vars(model)[name] for name in ("_forward_pre_hooks", "_forward_hooks")}
     for name, hooks in kept.items():
         vars(model)[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _owner(hook) is None)
@@ -178,7 +179,7 @@ class _Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
             raise CurvatureError(
-                "A compiled function received an output of an attached model, and its gradient would have no graph. "
+                "A compiled function received an output of an attached model, so the gradient would have no graph. "
                 "Call the original function, or measure with adahessian.Curvature."
             )
         kwargs = kwargs or {}

@@ -46,8 +46,8 @@ class Curvature(Generic[Model]):
         optimizer: The optimizer that uses the curvature and knows when it is due.
         batch_fraction: Fraction of each batch to measure on, above 0 and at most 1. None means 1 for AdaHessian and
             0.25 for AdaHessianKron. Every tensor in the batch is sliced to its first examples, so pass tensors without
-            a batch dimension, such as a mask, through a closure. If a batch must not be cut there, as with packed
-            sequences, pass a function that takes the batch and returns the part to measure on.
+            a batch dimension, such as a mask, through a closure. If batches must not be cut in this way, such as
+            packed sequences, pass a function that takes the batch and returns the part to measure on.
         batch_dim: Batch dimension of the tensors in a batch.
         compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
         product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
@@ -133,8 +133,8 @@ class Curvature(Generic[Model]):
             CurvatureError: If the loss cannot be differentiated twice. Nothing has been changed. Other ranks will be
                 waiting, so let this process exit.
             torch.OutOfMemoryError: If memory runs out before the first step, or with several ranks.
-            ValueError: If the batch cannot be sliced, ``batch_fraction`` returned nothing to measure on, the weight is
-                invalid, or the parameters changed within a step.
+            ValueError: If the batch cannot be sliced, ``batch_fraction`` returned an empty part, the weight is invalid,
+                or the parameters changed within a step.
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
@@ -169,7 +169,7 @@ class Curvature(Generic[Model]):
     def _drop_measurement(self, error: torch.OutOfMemoryError) -> None:
         """Let the next step use the last curvature, or raise the error if there is none."""
         if callable(self.batch_fraction):
-            advice = "The curvature pass ran out of memory. Let the function batch_fraction return a smaller part"
+            advice = "The curvature pass ran out of memory. Return a smaller part from the function batch_fraction"
         else:
             less = self.batch_fraction / 2
             advice = f"The curvature pass ran out of memory. Pass batch_fraction={less:g} or less to Curvature"

@@ -44,7 +44,7 @@ class AdaHessian(Optimizer):
     2. ``loss.backward(create_graph=optimizer.curvature_due)`` keeps the graph for ``optimizer.step()``, which frees it.
     3. ``optimizer.step(closure)`` runs a closure that calls ``backward`` as in 2.
 
-    :func:`adahessian.attach` does 1 or 2 whenever the loop calls the model.
+    :func:`adahessian.attach` does 1 or 2 when the loop calls the model.
 
     Every argument can be set per parameter group. One measurement serves all groups. It is due as soon as any group
     needs one, and it uses the largest ``num_probes``. Groups with ``sparse=True`` hold embedding tables with sparse
@@ -91,7 +91,7 @@ class AdaHessian(Optimizer):
     # If True, timm's training script calls backward(create_graph=True) at every step.
     is_second_order = True
     default_batch_fraction = 1.0  # of Curvature
-    needs_marks = True  # of blocks that a loss reached although their products are zero, which its gradient shows
+    needs_marks = True  # marks from the gradient, of blocks that a loss reached although their products are zero
 
     _measurement: Measurement | None  # the newest measurement, until a step uses it
     _overdue_warned: bool

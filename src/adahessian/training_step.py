@@ -140,7 +140,7 @@ class TrainingStep:
         with updates_compiled(is_captured and self._compiles, run):
             if is_captured and curvature is not None and callable(curvature.batch_fraction):
                 info_once("Measurements are not captured, because batch_fraction is a function of the batch")
-                curvature.measure(batch)  # a graph would read what the function returned for an earlier batch
+                curvature.measure(batch)  # a graph would reuse the part of an earlier batch
                 curvature = None
             found = self._replay(key, batch, params, curvature) if is_captured else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
@@ -290,7 +290,7 @@ class _Graphs:
 
                 def derivatives() -> Derivatives:
                     found = compute(part, static, keep_buffers)
-                    is_step = curvature.batch_fraction == 1  # else the gradients only mark what the loss reached
+                    is_step = curvature.batch_fraction == 1  # else gradients only mark blocks that the loss reached
                     own = _as_backward_leaves(found.gradients, static.params) if is_step else found.gradients
                     return found._replace(gradients=own)
 

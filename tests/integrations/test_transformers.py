@@ -232,9 +232,9 @@ def test_resumes_from_a_checkpoint_after_evaluations(tmp_path):
 
 
 class Watching(Trainer):
-    """A Trainer with a loss of its own, which counts its calls in a list and in an attribute."""
+    """A Trainer with its own loss, which counts calls in a list and in an attribute."""
 
-    seen = []  # noqa: RUF012 - not an attribute of the object, so that it counts measurements too
+    seen = []  # noqa: RUF012 - a class attribute is not restored, so it counts measurements too
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if torch.is_grad_enabled():  # an evaluation computes no gradients
@@ -254,7 +254,7 @@ def test_measures_in_training_mode_and_only_when_due(tmp_path):
     counts = [[step for _, step in Watching.seen].count(step) for step in range(6)]
     assert [count > 1 for count in counts] == [True, True, False, False, True, False]
     assert counts[1:] == [2, 1, 1, 2, 1]
-    assert len(trainer.losses) == len(trainer.logs["losses"]) == 6  # measurements leave no traces
+    assert len(trainer.losses) == len(trainer.logs["losses"]) == 6  # measurements do not count
 
 
 def test_training_twice_measures_for_the_same_optimizer(tmp_path):

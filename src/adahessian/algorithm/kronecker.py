@@ -294,7 +294,7 @@ class Family:
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors. A single tensor is returned as it is."""
+    """Concatenate tensors, or return a single tensor without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 

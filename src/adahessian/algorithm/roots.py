@@ -1,4 +1,4 @@
-"""The inverse roots of Kronecker factors, by Newton-Schulz iterations on all blocks of one size together."""
+"""Inverse roots of Kronecker factors. Newton-Schulz iterations handle all blocks of one size together."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -51,7 +51,7 @@ def _refresh(
     for family, key, cut in sides:
         factor = family.read(stored, key)
         factors.append(pad(factor, [0, size - cut.size] * 2) if size > cut.size else factor)
-        # Over all blocks of a dimension, so that blocks keep their relative size.
+        # The mean is over all blocks of a dimension, so that blocks keep their relative size.
         mean = (wholes[family, key] if (family, key) in wholes else _trace(factor)) / cut.length
         numbers.append(torch.stack([mean, family.spread(dampings)])[..., None].expand(2, *factor.shape[:2]))
     with accurate_matmul(factors[0]):
@@ -80,8 +80,9 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
 
     ``condition`` bounds the condition of all matrices, which gives l, a lower bound of the square roots of Z Y's
     eigenvalues, all at most 1. The scale :math:`\rho` makes the bound 2.6 times as large per iteration while it is
-    small (Chen and Chow, 2014). Without the scale it is 1.5 times. The mean scales only the length of a direction, and
-    dividing by it prevents overflow. The damping is raised if rounding errors of the iterations would exceed it.
+    small (Chen and Chow, 2014). Without the scale, it is 1.5 times as large. The mean scales only the length of a
+    direction, and dividing by the mean prevents overflow. The damping is raised if rounding errors of the iterations
+    would exceed it.
     """
     size, eps = factors.shape[-1], torch.finfo(factors.dtype).eps
     a = factors / means.clamp(min=TINY)[:, None, None]
@@ -89,7 +90,7 @@ def inverse_roots(factors: Tensor, means: Tensor, damping: Tensor, *, condition:
     diagonal.add_(damping.maximum(_ROUNDING * eps * diagonal.sum(-1).clamp(min=size))[:, None])
     if size == 1:
         return a.rsqrt()
-    # Both norms are at least the largest eigenvalue. Rounding must not exceed it, hence the last factor.
+    # Both norms are at least the largest eigenvalue. The last factor allows for rounding errors.
     bound = a.abs().sum(-1, keepdim=True).amax(-2, keepdim=True).minimum(a.square().sum((-2, -1), keepdim=True).sqrt())
     bound = bound * 1.001
     eye = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)

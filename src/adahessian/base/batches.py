@@ -92,7 +92,7 @@ def slice_batch(batch: Any, fraction: float, dim: int = 0) -> Any:
 
 
 def choose_part(choose: Callable[[Any], Any], batch: Any) -> Any:
-    """Return the part of a batch that a function chooses. Raise a ValueError if there is nothing in it.
+    """Return the part of a batch that a function chooses. Raise a ValueError if the part is empty.
 
     >>> choose_part(lambda batch: batch[:2], torch.arange(8))
     tensor([0, 1])

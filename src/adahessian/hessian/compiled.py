@@ -31,8 +31,8 @@ class CompiledPass:
     """Derivatives of ``loss_fn(model, batch)`` with respect to parameters, by one compiled call per probe.
 
     Operands that only ``H z`` needs are rounded to ``product_dtype``, unless it is None. So are those of the gradient
-    if ``needs_gradient`` is False. If its zeros are not needed as ``marks`` either, it is not computed, which saves a
-    ninth of the products of matrices, and ``H z`` takes its place.
+    if ``needs_gradient`` is False. If ``needs_marks`` is False too, the gradient is not computed, and ``H z`` is
+    returned in its place. This saves a ninth of the matrix products.
     """
 
     def __init__(

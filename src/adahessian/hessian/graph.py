@@ -49,7 +49,7 @@ def watch_functions(loss: Tensor) -> None:
 
     def check(name: str, gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
         found, given = ([each for each in tensors if each is not None] for tensors in (gradients, incoming))
-        # The incoming gradient of the function that computes the loss is a constant. Such a function is not linear.
+        # The function that computes the loss is not linear, although its incoming gradient is a constant.
         is_loss = all(each.numel() == 1 for each in given) and any(each.numel() > 1 for each in found)
         if found and not any(each.requires_grad for each in found) and (is_loss or any(g.requires_grad for g in given)):
             raise CurvatureError(

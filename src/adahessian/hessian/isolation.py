@@ -36,8 +36,8 @@ def isolated(
     """Run a model on kernels that can be differentiated twice, and restore its state.
 
     Gradients, buffers and training modes are restored. ``keep_buffers`` keeps the changes to buffers, unless the pass
-    fails. Hooks on the model's parameters and on ``params`` do not run. If the pass itself is compiled, it changes none
-    of these. :func:`twice_differentiable` explains the kernels.
+    fails. Hooks on the model's parameters and on ``params`` do not run. A compiled pass changes none of these.
+    :func:`twice_differentiable` explains the kernels.
     """
     modules = list(model.modules())
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def twice_differentiable(
     """Run a model on kernels that can be differentiated twice.
 
     Attention uses the math kernel, recurrent layers run without cuDNN and oneDNN, and ``substitutes`` replace the
-    ``forward`` of layers. Unless the caller is compiled itself, code compiled by ``torch.compile`` runs eagerly.
+    ``forward`` of layers. Code compiled by ``torch.compile`` runs eagerly, unless ``compiled`` is True.
     """
     modules = list(model.modules())
     with ExitStack() as stack:

@@ -79,7 +79,7 @@ def _remove_zero_products(graph: fx.Graph) -> None:
 
 
 def _remove_unused_gradients(graph: fx.Graph) -> None:
-    """Compute only the gradients of a convolution that are used. PyTorch asks for both at once."""
+    """Compute only the gradients of a convolution that are used. PyTorch requests both."""
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
         used = {user.args[1] for user in node.users}

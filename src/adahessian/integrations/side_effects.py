@@ -1,4 +1,4 @@
-"""Undo what computing a loss once more changes in the objects of a trainer, such as counters and lists of metrics."""
+"""Undo changes to a trainer's objects, such as counters and lists of metrics, after a loss is computed once more."""
 
 import copy
 from collections import deque
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @contextmanager
 def attributes_restored(owner: object, *, shared: Collection[str] = ()) -> Iterator[None]:
-    """Give an object copies of its mutable attributes, and take the originals back at the end.
+    """Replace the mutable attributes of an object with copies, and restore the originals at the end.
 
     Args:
-        owner: The object.
-        shared: Attributes that are not copied, because they do not change or are too large.
+        owner: The object whose attributes are replaced.
+        shared: Names of attributes that are not copied, because they do not change or are too large.
 
     Example:
         >>> from types import SimpleNamespace
@@ -38,7 +38,7 @@ def attributes_restored(owner: object, *, shared: Collection[str] = ()) -> Itera
 def _spare(value: Any, spares: dict[int, Any]) -> Any:
     """Copy mutable values, except tensors in lists, because a list can hold the outputs of a whole epoch.
 
-    ``spares`` holds earlier copies by the id of their original, because values may contain each other.
+    ``spares`` maps the id of each original to its copy, because values may contain each other.
     """
     if id(value) in spares:
         return spares[id(value)]

@@ -1,7 +1,7 @@
 """transformers: an optimizer for every ``Trainer``, with measurements before the gradient.
 
-When training starts, the Trainer creates the optimizer through ``_create``, which finds that Trainer and lets its
-``compute_loss`` measure the curvature first.
+When training starts, the Trainer calls ``_create``. This function creates the optimizer, finds the Trainer, and makes
+the Trainer's ``compute_loss`` measure the curvature first.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def optimizer(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the argument ``optimizer_cls_and_kwargs`` of a ``transformers.Trainer``.
 
-    Each measurement computes the loss of the Trainer once more. Counters, metrics and lists of the Trainer keep their
-    values. Biases and norms have no weight decay.
+    Each measurement computes the Trainer's loss once more. The Trainer's counters, metrics and lists keep their values.
+    Biases and norms have no weight decay.
 
     Args:
         optimizer_class: :class:`adahessian.AdaHessianKron` or :class:`adahessian.AdaHessian`.
         curvature_options: Arguments of :class:`adahessian.Curvature`, such as ``batch_fraction``.
-        optimizer_options: Arguments of ``optimizer_class``. ``lr`` and ``weight_decay`` default to those in
+        optimizer_options: Arguments of ``optimizer_class``. ``lr`` and ``weight_decay`` default to the values in
             ``TrainingArguments``.
 
     Raises:
@@ -62,7 +62,7 @@ def optimizer(
 
 
 def _factory(*groups: Any, **options: Any) -> Callable[..., AdaHessian]:
-    """Return the function that creates the optimizer. Old versions pass parameter groups, as to a class."""
+    """Return the function that creates the optimizer. Old versions of transformers pass parameter groups instead."""
     if groups:
         raise RuntimeError(
             f"optimizer_cls_and_kwargs does not accept functions in transformers {transformers.__version__}. Run: "
@@ -83,7 +83,7 @@ def _create(
     if callable(curvature_options.get("batch_fraction")):
         raise ValueError(
             "curvature_options has a function as batch_fraction, but a Trainer divides losses by num_items_in_batch of "
-            "the whole batch. Pass a number, which is 1.0 for batches that must not be cut."
+            "the whole batch. Pass a number, such as 1.0 for batches that must not be cut."
         )
     options = {"lr": trainer.args.learning_rate, "weight_decay": trainer.args.weight_decay, **options}
     if options["lr"] == TrainingArguments.learning_rate and not issubclass(optimizer_class, AdaHessianKron):
@@ -100,7 +100,7 @@ def _create(
 
 
 def _calling_trainer() -> Any:
-    """Find the Trainer on the call stack, because it passes nothing but its model."""
+    """Find the Trainer on the call stack, because a Trainer passes only its model."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(caller := frame.f_locals.get("self"), Trainer):
@@ -130,7 +130,7 @@ class _MicroBatch(NamedTuple):
 
 
 class _MeasuredLoss:
-    """``compute_loss`` of a Trainer, with a measurement before it if one is due."""
+    """``compute_loss`` of a Trainer, preceded by a measurement if one is due."""
 
     def __init__(
         self, trainer: Any, created: AdaHessian, compute_loss: Callable[..., Any], curvature_options: Mapping[str, Any]
@@ -167,7 +167,7 @@ class _MeasuredLoss:
             is_part = has_items or trainer.compute_loss_func is not None
         if num_items is not None:
             num_items = num_items * (self._count_examples(inputs) / examples)
-        # compute_loss changes the dict, so it gets a copy.
+        # compute_loss changes the dict, so it receives a copy.
         loss = cast(Tensor, self.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
         return loss * trainer.current_gradient_accumulation_steps if is_part else loss
 

@@ -1,7 +1,7 @@
-"""TRL: the log-probabilities of its fused head, in operations that can be differentiated twice.
+"""TRL: log-probabilities of the fused head, in operations that can be differentiated twice.
 
-``adahessian.integrations.transformers`` uses this file for measurements. TRL's own function computes the logits in
-chunks and in place, to save memory. Its gradient has no derivative.
+``adahessian.integrations.transformers`` uses this file for measurements. To save memory, TRL's own function computes
+the logits in chunks and in place. Its gradient cannot be differentiated.
 """
 
 import sys
@@ -38,7 +38,7 @@ def _log_probs(
     logit_scale: float = 1.0,
     outputs: Any = (),
 ) -> tuple[Tensor, ...]:
-    """Return the log-probabilities of the targets and what TRL logs, with the arguments of TRL's function."""
+    """Return log-probabilities of the targets and the values that TRL logs, with the arguments of TRL's function."""
     bias = bias if bias is None else bias.to(hidden.dtype)
     logits = linear(hidden, weight.to(hidden.dtype), bias).float() * logit_scale
     if final_logit_softcapping is not None:
