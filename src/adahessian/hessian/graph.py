@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
@@ -50,7 +51,9 @@ def watch_functions(loss: Tensor) -> None:
     def check(name: str, gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
         found, given = ([each for each in tensors if each is not None] for tensors in (gradients, incoming))
         # The function that computes the loss is not linear, although its incoming gradient is a constant.
-        is_loss = all(each.numel() == 1 for each in given) and any(each.numel() > 1 for each in found)
+        # Without gradient mode, this is the second differentiation, which keeps no graph.
+        is_loss = torch.is_grad_enabled() and all(each.numel() == 1 for each in given)
+        is_loss = is_loss and any(each.numel() > 1 for each in found)
         if found and not any(each.requires_grad for each in found) and (is_loss or any(g.requires_grad for g in given)):
             raise CurvatureError(
                 f"{name} cannot be differentiated twice because its backward returns gradients without a graph, as a "
