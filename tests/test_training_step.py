@@ -162,7 +162,7 @@ def test_graphs_do_what_the_loop_does_bit_by_bit(graphs, fraction):
 
 
 def strided(batch):
-    """Copies, of which a graph would read those of an earlier batch."""
+    """Choose examples by a copy. A captured graph would read the copy of an earlier batch."""
     return tuple(part[torch.arange(0, len(part), 4)] for part in batch)
 
 
