@@ -12,7 +12,7 @@ from reference import signs
 
 
 def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probes, beta1=0.9, beta2=0.95, **options):
-    """The parameters after some steps, from sums over the whole history, and which of the three scales counted."""
+    """The parameters after some steps, from sums over the whole history, and which of the three lengths counted."""
     lr, decay, seed = options["lr"], options["weight_decay"], options["seed"]
     shapes, sizes = [value.shape for value in start], [value.size for value in start]
     theta, cuts = np.concatenate([value.ravel() for value in start]), np.cumsum(sizes)[:-1]
@@ -50,10 +50,16 @@ def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probe
                 u = m / (rms + 0.1 * rms.mean())
             else:
                 u = root(products) @ m @ root([[y.T for y in of_one] for of_one in products])
-            rms = np.linalg.norm(u) / u.size**0.5
-            signal = np.linalg.norm(m) / np.sqrt(mean([np.sum(g[i] ** 2) for g in gradients], 0.99))
-            scales = signal * np.abs(m).sum() / np.sum(m * u), signal / rms, 10**0.5 / rms
-            limits.add(np.argsort(scales)[1])  # which of the three counts
-            parts[i] = (1 - lr * decay) * parts[i] - lr * min(max(scales[:2]), scales[2]) * u.ravel()
+            rows = [(m, u, [g[i] for g in gradients])]
+            if len(shape) > 1:
+                rows = [(m[row], u[row], [g[i].reshape(shape)[row] for g in gradients]) for row in range(shape[0])]
+            scaled = []
+            for m_row, u_row, gs in rows:
+                rms = np.linalg.norm(u_row) / u_row.size**0.5
+                signal = np.linalg.norm(m_row) / np.sqrt(mean([np.sum(g**2) for g in gs], 0.99))
+                ratio = np.abs(m_row).sum() * rms / np.sum(m_row * u_row)
+                limits.add(int(ratio > 1) + int(ratio > 2))
+                scaled.append(signal / rms * min(max(ratio, 1), 2) * u_row)
+            parts[i] = (1 - lr * decay) * parts[i] - lr * np.concatenate(scaled)
         theta = np.concatenate(parts)
     return theta, limits

@@ -124,7 +124,7 @@ def sharded_on_ranks(rank, size, net, steps, folder=None, mesh_shape=None):
     end = train_sharded(model, optimizer, curvature, range(steps), rank, size)
     for name, param in model.named_parameters():
         state = optimizer.state[param]
-        of_rows = {"left_factor", "left_root", "exp_avg"} & state.keys()
+        of_rows = {"left_factor", "left_root", "exp_avg", *(["grad_square"] if param.dim() > 1 else [])} & state.keys()
         if name in ("experts", "positions"):
             of_rows = state.keys() - {"step", "measurements", "dropped"}
         assert {key for key, value in state.items() if is_sharded(value)} == of_rows

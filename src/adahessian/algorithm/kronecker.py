@@ -9,11 +9,13 @@ so Newton's step :math:`H^{-1} M` is :math:`L^{-1/2} M R^{-1/2}` up to a scale f
 of :math:`Y Y^\top / n` and :math:`Y^\top Y / m`. L and R are block-diagonal. One probe serves all parameters, so they
 sketch rows of the square of H, with contributions from other layers, as the paper's diagonal does.
 
-A parameter has one member, or several if it is a stack of matrices. Each member is scaled separately. All members of
-one form are processed together, so a deep network needs as many launches as a shallow one.
+A parameter has one member, or several if it is a stack of matrices. Each row of a matrix is scaled separately, and a
+vector is scaled as a whole. All members of one form are processed together, so a deep network needs as many launches as
+a shallow one.
 
 If parameters are sharded over ranks, each rank has the left factors of its own rows, or its own members of a stack. It
-receives whole products, so it has whole right factors and mean squares of vectors. Sums over rows are gathered.
+receives whole products, so it has whole right factors and mean squares of vectors. Only the sizes of vectors and the
+traces of left factors are gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ TINY = 1e-30
 _HUGE = 1e18  # above this a norm's square would overflow
 _VANISHED = 1e-6  # of the largest element of a direction
 _BETA_SIGNAL = 0.99
-_LONGEST = (1 - 0.9) / (1 - 0.999) ** 0.5  # the bound of Adam's paper for the elements of its steps, over lr
+_LONGEST = 2.0  # times the length of AdamW's step
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
 
 Form: TypeAlias = "Vector | Matrix"
@@ -112,7 +114,7 @@ class Vector:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of a member's state. The last is the mean of the gradient's squared norm."""
+        """The names and shapes of a member's state. The last is the running mean of the gradient's squared norm."""
         return {"hessian_square": (self.length,), "grad_square": ()}
 
     def reduce(self, products: Tensor, took_part: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -149,9 +151,10 @@ class Matrix:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of a member's state. The last is the mean of the gradient's squared norm."""
+        """The names and shapes of a member's state. The last is the running mean of each row's squared gradient norm."""
         left, right = ((cut.here, cut.size) for cut in (self.rows, self.columns))
-        return {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right, "grad_square": ()}
+        of_sides = {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right}
+        return {**of_sides, "grad_square": (self.rows.here,)}
 
     def reduce(self, products: Tensor, took_part: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Reduce products, (probes, members, rows, columns), to moments and to marks of what the loss reached."""
@@ -197,7 +200,8 @@ class Rotation(CurvatureShape):
 
     @property
     def unsharded(self) -> set[str]:  # noqa: D102
-        return set() if self.is_stack else {*self.form.stored} - {"left_factor", "left_root"}
+        of_rows = {"left_factor", "left_root", "grad_square"} if isinstance(self.form, Matrix) else set()
+        return set() if self.is_stack else {*self.form.stored} - of_rows
 
     @property
     def can_be_sharded(self) -> bool:
@@ -364,24 +368,25 @@ def take_rotated_steps(
     lr, beta1, decay = group["lr"], group["betas"][0], group["weight_decay"]  # numbers or tensors
     if isinstance(lr, Tensor):  # reading it from another device would synchronize, and a CUDA graph would freeze it
         lr = lr.item() if lr.is_cpu and not group["capturable"] else lr.squeeze().to(params[0].device)
-    # Families of shards step together, because their ranks exchange all sizes at once.
-    for together in [[family] for family in families] if gather is None else [families] if families else []:
+    # Sharded vectors step together, because their ranks exchange all sizes at once.
+    cut = [] if gather is None else [family for family in families if isinstance(family.form, Vector)]
+    for together in [*([family] for family in families if family not in cut), *([cut] if cut else [])]:
         directions, sizes = [], []
         for family in together:
             own = family.pick(grads)
             descent = torch._foreach_neg(own) if group["maximize"] else own
             _average(family.pick(exp_avgs), descent, beta1)
             direction, of_family = _direction(family, exp_avgs, stored)
-            norm = torch.linalg.vector_norm(family.stack(grads).flatten(1), dim=1, dtype=direction.dtype)
+            norm = torch.linalg.vector_norm(family.stack(grads).view_as(direction), dim=-1, dtype=direction.dtype)
             directions.append(direction)
             sizes.append([norm, *of_family])
-        if gather is not None:
+        if gather is not None and together is cut:
             sizes = _sizes_of_all_shards(together, directions, sizes, gather)
         for family, direction, (norm, *of_family) in zip(together, directions, sizes, strict=True):
-            squares = family.read(stored, -1).lerp(norm.clamp(max=_HUGE).square(), 1 - _BETA_SIGNAL)
+            squares = family.read(stored, -1).view_as(norm).lerp(norm.clamp(max=_HUGE).square(), 1 - _BETA_SIGNAL)
             family.write(stored, -1, squares)
             scale = lr * _scale(family, squares, of_family, number, beta1)
-            updates = direction.mul_(scale[:, None]).to(params[0].dtype)
+            updates = direction.mul_(scale[..., None]).to(params[0].dtype)
             if isinstance(decay, Tensor) or decay:
                 decay_weights(family.pick(params), 1 - lr * decay)
             torch._foreach_sub_(family.pick(params), family.unstack(updates))
@@ -396,57 +401,59 @@ def _average(exp_avgs: list[Tensor], values: Sequence[Tensor], beta: float | Ten
 
 
 def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tuple[Tensor, list[Tensor]]:
-    r"""Rotate momenta to directions of one row per member, :math:`u = L^{-1/2} m R^{-1/2}`, and measure both.
+    r"""Rotate momenta to directions, :math:`u = L^{-1/2} m R^{-1/2}`, and measure the rows of both.
 
-    The sizes are :math:`|m|`, :math:`|u|`, :math:`\langle m, u \rangle`, :math:`|m|_1`, the number of elements that
-    move, and the largest element of u, which has been divided by it.
+    A vector counts as a matrix of one row. The sizes of each row, (members, rows), are :math:`|m|`, :math:`|u|`,
+    :math:`\langle m, u \rangle`, :math:`|m|_1`, the number of elements that move, and the largest element of u, which
+    has been divided by it.
     """
     norm = torch.linalg.vector_norm
     # One mean or root per dimension. The factors before them are not needed.
     *curvature, grad_square = [family.read(stored, key) for key in range(-len(family.form.sizes) - 1, 0)]
     momenta = family.stack(exp_avgs).to(grad_square.dtype)
-    u, m = family.form.rotate(momenta, curvature).flatten(1), momenta.flatten(1)
+    rows = (len(momenta), grad_square[0].numel(), momenta.shape[-1])
+    u, m = family.form.rotate(momenta, curvature).reshape(rows), momenta.view(rows)
     # The scale cancels, but squares would overflow. Shards may be empty.
-    largest = (norm(u, math.inf, 1) if u.shape[1] else u.new_zeros(len(u))) + TINY
-    u = u.div_(largest[:, None])
-    moved = u.abs().gt(_VANISHED).sum(1).to(u)  # without rows of a table that have not occurred for a long time
-    return u, [norm(m, dim=1), norm(u, dim=1), (m * u).sum(1), norm(m, 1, 1), moved, largest]
+    largest = (norm(u, math.inf, -1) if u.shape[-1] else u.new_zeros(rows[:2])) + TINY
+    u = u.div_(largest[..., None])
+    moved = u.abs().gt(_VANISHED).sum(-1).to(u)  # without columns whose inputs have been zero for a long time
+    return u, [norm(m, dim=-1), norm(u, dim=-1), (m * u).sum(-1), norm(m, 1, -1), moved, largest]
 
 
 def _sizes_of_all_shards(
-    families: Sequence[Family], directions: Sequence[Tensor], sizes: Sequence[Sequence[Tensor]], gather: Gather
+    vectors: Sequence[Family], directions: Sequence[Tensor], sizes: Sequence[Sequence[Tensor]], gather: Gather
 ) -> list[list[Tensor]]:
     """Combine the sizes of :func:`_direction`, after the gradient's norm, and give directions a common scale."""
     combined = []
-    of_all = over_shards(families, [torch.stack(tuple(each)) for each in sizes], gather)
+    of_all = over_shards(vectors, [torch.stack(tuple(each)).squeeze(-1) for each in sizes], gather)
     for direction, (*_, own), of_shards in zip(directions, sizes, of_all, strict=True):
         largest = of_shards[:, -1].amax(0)
-        direction.mul_((own / largest)[:, None])
+        direction.mul_((own / largest[:, None])[..., None])
         relative = of_shards[:, -1] / largest
         of_shards[:, 2:4] *= relative[:, None]
         of_shards[:, -2] *= relative > _VANISHED
         norms, sums = torch.linalg.vector_norm(of_shards[:, :3], dim=0), of_shards[:, 3:].sum(0)
-        combined.append([*norms.unbind(), *sums.unbind()])
+        combined.append([each[:, None] for each in (*norms.unbind(), *sums.unbind())])
     return combined
 
 
 def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any, beta1: float | Tensor) -> Tensor:
-    r"""Compute the scale of each member's direction.
+    r"""Compute the scale of each row of the directions.
 
     .. math::
         s = \frac{|\hat m|}{\sqrt{\overline{|g|^2}}}, \quad
-        c = \min\Big(\max\Big(\frac{s \, |m|_1}{\langle m, u \rangle}, \frac{s}{\mathrm{rms}(u)}\Big),
-        \frac{0.1}{\sqrt{0.001} \, \mathrm{rms}(u)}\Big)
+        \rho = \frac{|m|_1 \, \mathrm{rms}(u)}{\langle m, u \rangle}, \quad
+        c = \frac{s}{\mathrm{rms}(u)} \min(\max(\rho, 1), 2)
 
-    A step of AdamW lowers the loss by about :math:`\eta s |m|_1`, and its root mean square is about s. The scale c
-    matches the larger of the two, so AdamW's learning rate applies. No update is longer than AdamW's can be.
+    The root mean square of AdamW's step is about s, and the step lowers the loss by about :math:`\eta s |m|_1`. A step
+    of the same length along u gains :math:`\rho` times less, so the step is up to twice as long.
     """
-    t = family.spread(number) if isinstance(number, Tensor) else number
+    t = family.spread(number, 2) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes
     signal = m_norm.clamp(max=_HUGE) / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + TINY)
-    gain = (signal * m_sum / (inner + TINY)).nan_to_num(0.0)  # both may overflow
-    one = 1 / (u_norm / moved.clamp(min=1).sqrt() + TINY)  # the scale for a root mean square of 1
-    return torch.maximum(gain, signal * one).minimum(_LONGEST * one)
+    rms = u_norm / moved.clamp(min=1).sqrt() + TINY
+    longer = (m_sum * rms / (inner + TINY)).nan_to_num(0.0).clamp(1.0, _LONGEST)  # sums may overflow
+    return signal * longer / rms
 
 
 def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], number: float, beta1: float) -> Tensor:
@@ -454,8 +461,8 @@ def rotated_update(exp_avg: Tensor, shape: Rotation, stored: Sequence[Tensor], n
     family = Family([0], [shape])
     with autocast_disabled():
         direction, sizes = _direction(family, [exp_avg], [stored])
-    scale = _scale(family, family.read([stored], -1), sizes, number, beta1)
-    return family.unstack(direction * scale[:, None])[0]
+    squares = family.read([stored], -1).view_as(sizes[0])
+    return family.unstack(direction * _scale(family, squares, sizes, number, beta1)[..., None])[0]
 
 
 def condition(shape: Rotation, stored: Sequence[Tensor], damping: Tensor) -> dict[str, Tensor]:

@@ -470,8 +470,8 @@ def _make_buckets(groups: Sequence[Group], state: States) -> Iterator[Bucket]:
 
 def _matrices_cut_by(param: Tensor, group: Group) -> tuple[Any, int] | None:
     """Return what cuts the rows of a matrix or vector with curvature that rotates. It does not cut those of a stack."""
-    is_cut = is_sharded(param) and "damping" in group and "grad_square" in shape_of(param, group).unsharded
-    return rows_cut_by(param) if is_cut else None
+    shape = shape_of(param, group) if is_sharded(param) else None
+    return rows_cut_by(param) if isinstance(shape, kronecker.Rotation) and not shape.is_stack else None
 
 
 def _has_shape(param: Tensor) -> bool:

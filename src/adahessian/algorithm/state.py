@@ -10,7 +10,7 @@ left_factor,     or the factors of a matrix and their inverse roots
 right_factor,    with one row per row or column, which has the entries of its own block
 left_root,
 right_root
-grad_square      mean of the gradient's squared norm, for curvature that rotates
+grad_square      running mean of the gradient's squared norm, per row, for curvature that rotates
 measurements     number of measurements in the Hessian momentum
 dropped          number of measurements dropped because of inf or NaN
 """
@@ -99,7 +99,7 @@ def measure_anew(state: State, param: Tensor, group: Group, shards: int) -> bool
         return False
     del state["left_factor"], state["left_root"]
     init_state(state, param, group)
-    state["measurements"] = torch.zeros_like(state["grad_square"])
+    state["measurements"] = new_counts("measurements", 1, param, group)[0]
     return True
 
 
