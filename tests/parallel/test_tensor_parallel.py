@@ -40,7 +40,7 @@ def rejected_on_ranks(rank, size, optimizer_class):
             lambda model, optimizer: Curvature(torch.compile(model), loss_fn, optimizer, process_group=None),
             attach,
         ):
-            with pytest.raises(ValueError, match="model has the tensor-parallel module .* fully_shard"):
+            with pytest.raises(ValueError, match=r"model has the tensor-parallel module .* fully_shard"):
                 connect(model, optimizer)
         assert all(map(torch.equal, before, map(local, model.parameters())))
         assert not optimizer.state
