@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 CUDA_TESTS := $(addprefix tests/,algorithm/test_fused.py hessian/test_attention.py hessian/test_engine.py \
 	test_training_step.py test_modes.py test_devices.py test_stacks_on_devices.py lab/test_bench.py)
 
-.PHONY: demo test test-cuda lint format bench docs docs-pages clean
+.PHONY: demo test test-cuda lint format bench docs docs-pages package clean
 
 demo: $(INSTALLED)
 	$(BIN)/adahessian demo
@@ -46,6 +46,14 @@ docs: $(INSTALLED)
 docs-pages: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --define plot_gallery=0 docs build/pages
+
+# Builds the distributions, checks them, and runs the README's first snippet with the files of the wheel.
+package: $(INSTALLED)
+	rm -rf dist build/installed
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pip install --quiet --no-deps --no-index --target build/installed dist/*.whl
+	PYTHONPATH=build/installed $(BIN)/python tests/first_snippet.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'

@@ -19,9 +19,11 @@ import adahessian
 from adahessian.lab import command
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # What such a block needs is not here: several processes, a GPU, a trainer.
-NEEDS_MORE = re.compile(r"DistributedDataParallel|fully_shard|cuda|scaler|Trainer|Lightning|Accelerator|timm")
+NEEDS_MORE = re.compile(
+    r"DistributedDataParallel|fully_shard|cuda|scaler|Trainer|Lightning|Accelerator|timm|recipe|_curvature|mmengine"
+)
 
 
 def fences(text, language):
@@ -38,7 +40,7 @@ COMMANDS = [
     pytest.param(line, id=line.partition("#")[0].strip())
     for page in PAGES
     for block in fences(re.sub(r"^```[^\n]+\n.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), "")
-    for line in block.splitlines()
+    for line in block.replace("\\\n", "").splitlines()
 ]
 SCRIPTS = sorted((ROOT / "examples" / "gallery").glob("*.py"))
 

@@ -4,8 +4,11 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import adahessian
 
 EXTRAS = {"accelerate": "accelerate", "lightning": "lightning", "timm": "timm", "transformers": "transformers"}
 
@@ -25,6 +28,13 @@ def test_the_core_requires_torch_only():
 @pytest.mark.parametrize(("extra", "library"), EXTRAS.items())
 def test_each_integration_has_its_extra(extra, library):
     assert (library, extra) in set(requirements())
+
+
+def test_the_version_is_the_same_everywhere():
+    root = Path(__file__).parents[1]
+    (cited,) = re.findall(r"^version: (.*)$", (root / "CITATION.cff").read_text(), re.MULTILINE)
+    newest, *_ = re.findall(r"^## \[(\d.*)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert cited == newest == adahessian.__version__
 
 
 # A module that is None in this table cannot be imported.

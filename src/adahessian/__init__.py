@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AdaHessian", "AdaHessianKron", "Curvature", "CurvatureError", "TrainingStep"]
 __all__ += ["attach", "diagnose", "param_groups"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "AdaHessian": "optimizer",

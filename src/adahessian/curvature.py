@@ -20,6 +20,7 @@ from adahessian.algorithm.options import check, is_integer, is_number
 from adahessian.base.batches import choose_part, slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
+from adahessian.base.shards import check_not_tensor_parallel
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
 from adahessian.hessian.isolation import random_state_kept
@@ -93,6 +94,7 @@ class Curvature(Generic[Model]):
                 "and a batch, and an AdaHessian."
             )
         check_not_flattened(model)
+        check_not_tensor_parallel(model)
         _check_arguments_of(loss_fn)
         batch_fraction = optimizer.default_batch_fraction if batch_fraction is None else batch_fraction
         is_fraction = callable(batch_fraction) or (is_number(batch_fraction) and 0 < batch_fraction <= 1)

@@ -115,8 +115,20 @@ def check_placement(param: Tensor) -> None:
     if len(shards) > 1 or any(getattr(placement, "dim", None) != 0 for placement in shards):
         raise ValueError(
             f"params contains a parameter of shape {tuple(param.shape)} with placements {param.placements}, which "
-            "split its blocks. Shard it once, along its first dimension, as fully_shard does by default."
+            "split its blocks. Tensor parallelism is not supported, so shard it once, along its first dimension, as "
+            "fully_shard does by default."
         )
+
+
+def check_not_tensor_parallel(model: nn.Module) -> None:
+    """Raise a ValueError if modules work on DTensors, which the curvature pass replaces with ordinary tensors."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor"):
+                raise ValueError(
+                    f"model has the tensor-parallel module {name or type(module).__name__!r}, which the curvature pass "
+                    "does not support. Shard the model with fully_shard instead of parallelize_module."
+                )
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
