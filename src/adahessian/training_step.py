@@ -25,6 +25,7 @@ from adahessian.hessian.double_backward import Derivatives
 from adahessian.hessian.engine import Engine
 from adahessian.hessian.isolation import buffers_restored, random_state_kept
 from adahessian.optimizer import AdaHessian
+from adahessian.parallel.ranks import Ranks, is_flattened, ranks_of
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 Gradient: TypeAlias = tuple[Tensor, list[Tensor | None]]  # with the loss in front
@@ -45,6 +46,11 @@ class TrainingStep:
     parameters do not run. To clip gradients, use ``optimizer.register_step_pre_hook``. A graph repeats the Python
     values that ``loss_fn`` read during capture. Only the batch and the train and eval modes of modules may change.
 
+    If the model is a ``DistributedDataParallel``, all ranks must call the step. ``loss_fn`` receives the module inside
+    the wrapper, and gradients are averaged over ranks before the update. The returned loss is that of the local batch.
+    Buffers are broadcast from the first rank before the step if the wrapper has ``broadcast_buffers=True``.
+    Communication hooks and ``no_sync`` have no effect.
+
     Args:
         curvature: The :class:`adahessian.Curvature` of an AdaHessian. Its ``compile`` applies to the gradient too. For
             any other PyTorch optimizer, pass ``(model, loss_fn, optimizer)`` instead.
@@ -53,8 +59,9 @@ class TrainingStep:
 
     Raises:
         TypeError: If an argument has the wrong type, or an AdaHessian is passed without its Curvature.
-        ValueError: If ``capture`` or ``compile`` is out of range, or if the training uses several processes, a
-            GradScaler, groups with ``sparse=True`` or an optimizer that needs a closure.
+        ValueError: If ``capture`` or ``compile`` is out of range, or if the training uses FSDP, a GradScaler, groups
+            with ``sparse=True`` or an optimizer that needs a closure. On several ranks, also if the model has
+            SyncBatchNorm, embeddings with ``sparse=True`` or a DistributedDataParallel inside.
 
     Example:
         >>> import adahessian
@@ -83,6 +90,7 @@ class TrainingStep:
                 raise TypeError("curvature has its own loss_fn, optimizer and compile. Pass these to Curvature.")
             self._curvature, self._engine = curvature, curvature.engine
             self._model, self._loss_fn, self._optimizer = curvature.model, curvature.loss_fn, curvature.optimizer
+            self._ranks = curvature.ranks
         else:
             inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps optimizers
             is_plain = isinstance(optimizer, Optimizer) and not isinstance(inner, AdaHessian)
@@ -92,10 +100,15 @@ class TrainingStep:
                     f"TrainingStep received ({types}). Pass adahessian.Curvature(model, loss_fn, optimizer) for "
                     "AdaHessian, or a torch.nn.Module, a loss_fn and a torch.optim.Optimizer for other optimizers."
                 )
+            _reject("FSDP", mesh_of(curvature) is not None or is_flattened(curvature))
+            is_wrapped = isinstance(curvature, DistributedDataParallel)
+            self._ranks = ranks_of(curvature, "auto" if is_wrapped else None)
             self._model, self._loss_fn, self._optimizer = curvature, loss_fn, optimizer
+            if isinstance(curvature, DistributedDataParallel):
+                self._model = curvature.module
             # This engine computes nothing. It decides whether to compile, by the same rule as the curvature pass.
             self._engine = Engine(self._model, self._loss_fn, compile=compile, product_dtype=None)
-        _check_supported(self._model, self._optimizer, self._curvature)
+        _check_supported(self._model, self._optimizer, self._curvature, self._ranks)
         self._capture = capture
         self._device: torch.device | None = None
         self._compiles = self._captures = False
@@ -133,6 +146,8 @@ class TrainingStep:
             self._captures = self._capture and cuda_device_of(self._model) is not None
             if self._capture and not self._captures:
                 info_once("Nothing is captured, because CUDA graphs need the whole model on one CUDA device")
+        if self._ranks is not None and self._ranks.broadcasts_buffers:
+            self._ranks.broadcast_(self._model.buffers())
         curvature = self._curvature if self._curvature and self._curvature.optimizer.curvature_due else None
         key = self._seen.key(batch) if self._compiles or self._captures else None
         is_captured = self._captures and key is not None
@@ -144,6 +159,8 @@ class TrainingStep:
                 curvature = None
             found = self._replay(key, batch, params, curvature) if is_captured else None
             loss, gradients = found or self._compute(key, batch, params, curvature)
+            if self._ranks is not None:  # here, because a CUDA graph must not contain communication
+                gradients = self._ranks.average_gradients(gradients, params)
             for param, gradient in zip(params, gradients, strict=True):
                 if param.grad is not gradient:
                     param.grad = gradient
@@ -158,7 +175,7 @@ class TrainingStep:
             try:
                 request = curvature.optimizer._begin_measurement()
                 found = self._engine.derivatives(batch, request, keep_buffers=True)
-                curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+                curvature._pending.add(curvature.optimizer, request, found, 1.0)
                 return found.loss, _as_backward_leaves(found.gradients, params)
             except torch.OutOfMemoryError as error:
                 curvature._drop_measurement(error)
@@ -300,7 +317,7 @@ class _Graphs:
             # A pass on a slice restores random states. A pass that also gives the gradient advances them.
             with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
                 found = self._derivatives.replay()
-            curvature.optimizer._accept(request.params, found.probes, found.products, found.gradients)
+            curvature._pending.add(curvature.optimizer, request, found, 1.0)
         except torch.OutOfMemoryError as error:
             curvature._drop_measurement(error)
             return None
@@ -334,17 +351,25 @@ def _look(modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     return list(map(id, tensors + children)), list(map(Tensor.data_ptr, tensors)), tensors, children
 
 
-def _check_supported(model: nn.Module, optimizer: Optimizer, curvature: Curvature[Any] | None) -> None:
-    is_wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+def _check_supported(
+    model: nn.Module, optimizer: Optimizer, curvature: Curvature[Any] | None, ranks: Ranks | None
+) -> None:
+    modules = list(model.modules())
     arguments = inspect.signature(type(optimizer).step).parameters.values()
     required = [each for each in arguments if each.default is each.empty and not str(each).startswith("*")]
-    unsupported = {
-        "several processes": mesh_of(model) is not None or (curvature.ranks is not None if curvature else is_wrapped),
-        "a scaler": curvature is not None and curvature.scaler is not None,
-        "groups with sparse=True": any(group.get("sparse") for group in optimizer.param_groups),
-        "an optimizer that needs a closure": len(required) > 1,  # besides self
-    }
-    for what, is_used in unsupported.items():
-        if is_used:
-            loop = "curvature.measure(batch) (AdaHessian only), loss.backward() and optimizer.step()"
-            raise ValueError(f"TrainingStep does not support {what}. Write the loop yourself, with {loop}.")
+    _reject("FSDP", mesh_of(model) is not None)
+    _reject("a scaler", curvature is not None and curvature.scaler is not None)
+    _reject("groups with sparse=True", any(group.get("sparse") for group in optimizer.param_groups))
+    _reject("an optimizer that needs a closure", len(required) > 1)  # besides self
+    _reject("a DistributedDataParallel inside the model", any(isinstance(m, DistributedDataParallel) for m in modules))
+    if ranks is not None:
+        # SyncBatchNorm communicates in the forward pass.
+        _reject("SyncBatchNorm on several ranks", any(isinstance(m, nn.SyncBatchNorm) for m in modules))
+        is_sparse = any(getattr(module, "sparse", False) is True for module in modules)
+        _reject("embeddings with sparse=True on several ranks", is_sparse)
+
+
+def _reject(what: str, is_used: bool) -> None:
+    if is_used:
+        loop = "curvature.measure(batch) (AdaHessian only), loss.backward() and optimizer.step()"
+        raise ValueError(f"TrainingStep does not support {what}. Write the loop yourself, with {loop}.")

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian import AdaHessian, Curvature, CurvatureError, TrainingStep, attach, diagnose
+from adahessian import AdaHessian, Curvature, CurvatureError, attach, diagnose
 
 OPTIONS = {"lr": 0.05, "eps": 1e-2, "block_size": 4}
 
@@ -246,8 +246,6 @@ def rejected_on_ranks(rank, size):
     optimizer = AdaHessian(model.parameters())
     with pytest.raises(ValueError, match="process_group"):
         Curvature(model, loss_fn, optimizer)
-    with pytest.raises(ValueError, match="several processes"):
-        TrainingStep(Curvature(DistributedDataParallel(model), loss_fn, optimizer))
     assert Curvature(model, loss_fn, optimizer, process_group=None).measure(batch(rank))
     loss_fn(model, batch(rank)).backward(create_graph=True)
     with pytest.raises(CurvatureError, match=r"create_graph.*curvature\.measure"):
