@@ -25,7 +25,7 @@ from adahessian.hessian.engine import Engine
 from adahessian.hessian.isolation import random_state_kept
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
-from adahessian.parallel.fsdp import gathered
+from adahessian.parallel.fsdp import gathered, placed_like
 from adahessian.parallel.mean import ProductMean
 from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of
 
@@ -149,9 +149,12 @@ class Curvature(Generic[Model]):
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
             is_distributed = dist.is_available() and dist.is_initialized()
-            with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
-                measure = partial(self.engine.measure, batch, request._replace(params=params))
-                derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
+            with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
+                measure = partial(self.engine.measure, batch, whole)
+                derivatives = (
+                    scale.unscaled(measure, whole.params, self.ranks, counts=weight > 0) if scale else measure()
+                )
+                derivatives = placed_like(derivatives, request)
             # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
             if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
                 warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")

@@ -5,7 +5,7 @@ import torch
 from ranks import loss_fn, part_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from adahessian import AdaHessian, Curvature, attach, diagnose, param_groups
@@ -224,6 +224,13 @@ def mixed_precision_on_ranks(rank, size):
     optimizer.step()
 
 
+def offloaded_on_ranks(rank, size):
+    model = fully_shard(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = AdaHessian(param_groups(model), **OPTIONS)
+    curvature = Curvature(model, loss_fn, optimizer)
+    return train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(6)))
+
+
 def accumulated_on_ranks(rank, size):
     model = sharded()
     optimizer = AdaHessian(param_groups(model), **OPTIONS)
@@ -315,6 +322,11 @@ def test_hooks_on_parameters_see_gradients_only(two_ranks):
 
 def test_mixed_precision_takes_the_batches_that_it_takes_in_training(two_ranks):
     two_ranks(mixed_precision_on_ranks)
+
+
+def test_offloaded_ranks_are_one_process(two_ranks):
+    for found in two_ranks(offloaded_on_ranks):
+        assert_same(found, trained_alone(6))
 
 
 def test_micro_batches_are_averaged(two_ranks):

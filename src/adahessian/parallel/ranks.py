@@ -12,27 +12,29 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adahessian.base.errors import CurvatureError
-from adahessian.base.shards import mesh_of
+from adahessian.base.shards import mesh_of, reduce_on
 
 
 class Ranks:
-    """Processes of the default group, or of one group per dimension of a device mesh, that train one model."""
+    """Processes of the default group, or of one group per dimension of a device mesh, that train one model.
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    They exchange tensors on a device of the given type, or on the tensors' own device.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = (), device_type: str | None = None) -> None:
         self._groups: Sequence[Any] = groups or [dist.group.WORLD]
+        self._device_type = device_type
         self.size = math.prod(group.size() for group in self._groups)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place. Every rank gets the same bits."""
-        for group in self._groups:
-            dist.all_reduce(tensor, group=group)
-        return tensor
+        return reduce_on(self._device_type or tensor.device.type, tensor, dist.ReduceOp.SUM, self._groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As in DistributedDataParallel, because a process group has no identity outside its process.
         if any(group is not dist.group.WORLD for group in self._groups):
             raise pickle.PicklingError("process_group is not the default and cannot be copied. Create a new Curvature.")
-        return Ranks, ()
+        return Ranks, ((), self._device_type)
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
@@ -50,11 +52,11 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
     # The wrapper may be inside the model, as after torch.compile or in a model of several parts.
     wrapper = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     if process_group != "auto":
-        ranks = Ranks([process_group])
+        ranks = Ranks([process_group], None if mesh is None else mesh.device_type)
     elif wrapper is not None:
         ranks = Ranks([wrapper.process_group])
     elif mesh is not None:
-        ranks = Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
+        ranks = Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.device_type)
     else:
         raise ValueError(
             "process_group='auto' finds no DistributedDataParallel or fully_shard in the model, but there are several "
