@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose, param_groups
 from adahessian.base.shards import gather
-from cases import ATTENTION, MLP, RECURRENT
+from adahessian.parallel.layerwise import LayerwisePass
+from adahessian.parallel.ranks import Ranks
+from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, RECURRENT
 from test_sparse import Ranker, make_batch
 from test_sparse import loss_fn as ranker_loss
 
@@ -139,6 +141,20 @@ def test_a_wrapped_model_of_one_process_is_the_plain_one(device, wrap, kind, alo
             with pytest.raises(ValueError, match="processes"):
                 TrainingStep(model, MLP.loss, torch.optim.SGD(model.parameters(), 0.1))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+@on_devices
+@pytest.mark.parametrize("shard", [fully_shard, offloaded], ids=["fsdp2", "offloaded"])
+@pytest.mark.parametrize("case", [MLP, ATTENTION, CONVOLUTION, BATCH_NORM], ids=str)
+def test_one_module_at_a_time_is_the_gathered_model(device, case, shard, alone):
+    model = case.model(torch.float64).to(device)
+    for child in model.children():
+        shard(child)
+    request = AdaHessian(shard(model).parameters())._begin_measurement()
+    found = LayerwisePass(model, case.loss, Ranks(), needs_marks=True)
+    assert found.choose(batch_on(device, case), request)
+    products = found.measure(batch_on(device, case), request, 1.0).products[0]
+    assert [each.device for each in products] == [param.device for param in request.params]
 
 
 @on_devices

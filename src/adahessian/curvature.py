@@ -20,13 +20,15 @@ from adahessian.algorithm.options import check, is_integer, is_number
 from adahessian.base.batches import choose_part, slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
+from adahessian.base.shards import mesh_of
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
 from adahessian.hessian.isolation import random_state_kept
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
 from adahessian.parallel.fsdp import gathered, placed_like
-from adahessian.parallel.mean import ProductMean
+from adahessian.parallel.layerwise import LayerwisePass
+from adahessian.parallel.mean import ProductMean, ShardedMean
 from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -113,6 +115,12 @@ class Curvature(Generic[Model]):
         self.engine = Engine(
             self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype, **settings
         )
+        self._layerwise: LayerwisePass | None = None
+        # One rank of a sharded model holds the whole model anyway. A compiled pass needs it too.
+        is_sharded = self.ranks is not None and mesh_of(self.model) is not None and process_group == "auto"
+        if is_sharded and not (self._loss_scale or compile or product_dtype):
+            assert self.ranks is not None
+            self._layerwise = LayerwisePass(self.model, loss_fn, self.ranks, needs_marks=optimizer.needs_marks)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
@@ -149,6 +157,10 @@ class Curvature(Generic[Model]):
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
             is_distributed = dist.is_available() and dist.is_initialized()
+            if self._layerwise and (pending.is_sharded if is_next else self._layerwise.choose(batch, request)):
+                found = self._layerwise.measure(batch, request, weight)
+                pending.add(optimizer, request, found, weight, is_sharded=True)
+                return True
             with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
                 measure = partial(self.engine.measure, batch, whole)
                 derivatives = (
@@ -210,18 +222,30 @@ class _Pending:
     def _reset(self, request: Request | None = None) -> None:
         self.request: Any = request
         self._accepted: object = None
-        self._mean: ProductMean | None = None
+        self.is_sharded = False
+        self._mean: ProductMean | ShardedMean | None = None
         self._waiting: list[Any] = []  # not added to the mean yet, because a single batch needs none
 
     def is_next(self, optimizer: AdaHessian) -> bool:
         """Return whether the next step will use this measurement."""
         return self._accepted is not None and self._accepted is optimizer._measurement
 
-    def add(self, optimizer: AdaHessian, request: Request, derivatives: Derivatives, weight: float) -> None:
-        """Add a batch, and pass the mean so far to the optimizer."""
+    def add(
+        self,
+        optimizer: AdaHessian,
+        request: Request,
+        derivatives: Derivatives,
+        weight: float,
+        *,
+        is_sharded: bool = False,
+    ) -> None:
+        """Add a batch, and pass the mean so far to the optimizer. Sharded products are already summed over ranks."""
         is_first = not self.is_next(optimizer)
         if is_first:
             self._reset(request)
+            self.is_sharded = is_sharded
+            if is_sharded:
+                self._mean = ShardedMean(request.params)
         self._waiting.append((derivatives.products, derivatives.gradients, weight))
         if not is_first or self._ranks is not None:
             if self._mean is None:

@@ -75,12 +75,15 @@ def assert_same(found, expected):
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def train_on_ranks(rank, size, options, mesh_shape=None):
+def train_on_ranks(rank, size, options, mesh_shape=None, gathers=False):
     mesh = mesh_shape and init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     optimizer = AdaHessian(param_groups(model), **OPTIONS | options)
     curvature = Curvature(model, loss_fn, optimizer)
+    if gathers:
+        curvature._layerwise.works = False
     result = train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(6)))
+    assert curvature._layerwise.works is not gathers
     for param, state in optimizer.state.items():
         assert state["exp_avg"].placements == param.placements
         for name in {"hessian_rms", "hessian_row"} & state.keys():
@@ -284,10 +287,11 @@ def measured_alone():
     return hessian_rms(model, optimizer)
 
 
+@pytest.mark.parametrize("gathers", [False, True], ids=["layerwise", "gathered"])
 @pytest.mark.parametrize("options", [{}, {"num_probes": 2, "signed": True}, {"averaging": "factored"}], ids=str)
-def test_sharded_ranks_are_one_process(ranks, options):
+def test_sharded_ranks_are_one_process(ranks, options, gathers):
     alone = trained_alone(6, options)
-    for found in ranks(train_on_ranks, options):
+    for found in ranks(train_on_ranks, options, None, gathers):
         assert_same(found, alone)
 
 

@@ -47,6 +47,14 @@ def gather_on_mesh(tensor: DTensor) -> Tensor:
     return cast("DTensor", _on_device_of(tensor.device_mesh, tensor.detach())).full_tensor()
 
 
+def computing_device(tensor: Tensor) -> torch.device:
+    """Return the device on which a model uses a tensor. ``CPUOffloadPolicy`` keeps its shards elsewhere."""
+    if not is_sharded(tensor) or tensor.device.type in ("meta", tensor.device_mesh.device_type):
+        return tensor.device
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def local_part(whole: Tensor, param: Tensor) -> Tensor:
     """Return the part of a whole tensor that belongs to this rank's shard of a parameter."""
     if is_sharded(whole) or not is_sharded(param):
@@ -89,6 +97,16 @@ def gather_over(mesh: DeviceMesh, dim: int, tensor: Tensor) -> Tensor:
     stacked = here.new_empty(mesh.size(dim), *tensor.shape)
     dist.all_gather(list(stacked.unbind()), here, group=mesh.get_group(dim))
     return stacked.to(tensor.device)
+
+
+def sum_to_shard(whole: Tensor, param: Tensor) -> Tensor:
+    """Sum a whole tensor over the ranks of a sharded parameter, and return this rank's shard of the sum."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert is_sharded(param)
+    mesh = param.device_mesh
+    parts = DTensor.from_local(_on_device_of(mesh, whole), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return local(parts.redistribute(placements=param.placements)).to(param.device)
 
 
 def reduce_on(device_type: str, tensor: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[object]) -> Tensor:

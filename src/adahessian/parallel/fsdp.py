@@ -1,7 +1,7 @@
 """FSDP2: gather the whole model on every rank for the duration of a pass."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,23 +19,13 @@ def gathered(model: nn.Module, request: Request) -> Iterator[Request]:
     Yield the request for the whole parameters. All ranks must enter together, because each sends its shards. With
     ``CPUOffloadPolicy``, shards are on the CPU, but whole parameters and probes are where the model computes.
     """
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()  # after a forward pass without a backward pass, its parameters are still gathered
+    reshard(model)
     if mesh_of(model) is None:
         yield request
         return
     wholes: dict[Tensor, Tensor] = {}
-    with ExitStack() as stack:
+    with hooks_replaced(model), ExitStack() as stack:
         for module in model.modules():
-            pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
-            stack.callback(module.__dict__.update, _forward_pre_hooks=pre_hooks, _forward_hooks=hooks)
-            # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
-            module._forward_pre_hooks = type(pre_hooks)(
-                (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
-            )
-            module._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
             for name, param in list(module._parameters.items()):
                 if param is not None and is_sharded(param):
                     if param not in wholes:  # a shared parameter is gathered only once
@@ -48,6 +38,41 @@ def gathered(model: nn.Module, request: Request) -> Iterator[Request]:
             return [z.to(param.device) for z, param in zip(request.draw(probe, out), params, strict=True)]
 
         yield request._replace(params=params, draw=draw)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 still holds after a forward pass without a backward pass."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def hooks_replaced(
+    model: nn.Module,
+    enter: Callable[..., Any] = lambda module, *inputs: inputs,
+    leave: Callable[..., None] | None = None,
+) -> Iterator[None]:
+    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` in place of FSDP2's hooks.
+
+    ``enter`` returns the arguments for the module.
+    """
+
+    def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
+        return _cast_inputs(module, *enter(module, args, kwargs))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
+            stack.callback(module.__dict__.update, _forward_pre_hooks=pre_hooks, _forward_hooks=hooks)
+            module._forward_pre_hooks = type(pre_hooks)(
+                (key, pre_hook if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
+            )
+            replaced = ((key, leave if _is_of_fsdp(hook) else hook) for key, hook in hooks.items())
+            module._forward_hooks = type(hooks)((key, hook) for key, hook in replaced if hook is not None)
+        yield
 
 
 def placed_like(derivatives: Derivatives, request: Request) -> Derivatives:
