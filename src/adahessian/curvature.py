@@ -146,7 +146,7 @@ class Curvature(Generic[Model]):
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
-        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
+        optimizer, pending = self.optimizer, self._pending
         is_next = pending.is_next(optimizer)
         if not (is_next or optimizer.curvature_due):
             return False
@@ -156,24 +156,26 @@ class Curvature(Generic[Model]):
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
-            is_distributed = dist.is_available() and dist.is_initialized()
-            if self._layerwise and (pending.is_sharded if is_next else self._layerwise.choose(batch, request)):
-                found = self._layerwise.measure(batch, request, weight)
-                pending.add(optimizer, request, found, weight, is_sharded=True)
-                return True
-            with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
-                measure = partial(self.engine.measure, batch, whole)
-                derivatives = (
-                    scale.unscaled(measure, whole.params, self.ranks, counts=weight > 0) if scale else measure()
-                )
-                derivatives = placed_like(derivatives, request)
+            layerwise = self._layerwise
+            is_sharded = bool(layerwise and (pending.is_sharded if is_next else layerwise.choose(batch, request)))
+            if layerwise and is_sharded:
+                derivatives = layerwise.measure(batch, request, weight)
+            else:
+                derivatives = self._measure_whole(batch, request, weight)
             # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
             if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
                 warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
-            pending.add(optimizer, request, derivatives, weight)
+            pending.add(optimizer, request, derivatives, weight, is_sharded=is_sharded)
         except torch.OutOfMemoryError as error:
             self._drop_measurement(error)
         return True
+
+    def _measure_whole(self, batch: Any, request: Request, weight: float) -> Derivatives:
+        is_distributed, scale = dist.is_available() and dist.is_initialized(), self._loss_scale
+        with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
+            measure = partial(self.engine.measure, batch, whole)
+            found = scale.unscaled(measure, whole.params, self.ranks, counts=weight > 0) if scale else measure()
+            return placed_like(found, request)
 
     def _part_of(self, batch: Any) -> Any:
         if callable(self.batch_fraction):

@@ -51,8 +51,7 @@ def computing_device(tensor: Tensor) -> torch.device:
     """Return the device on which a model uses a tensor. ``CPUOffloadPolicy`` keeps its shards elsewhere."""
     if not is_sharded(tensor) or tensor.device.type in ("meta", tensor.device_mesh.device_type):
         return tensor.device
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return _current_device(tensor.device_mesh.device_type)
 
 
 def local_part(whole: Tensor, param: Tensor) -> Tensor:
@@ -61,7 +60,8 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
         return local(whole)
     from torch.distributed.tensor import distribute_tensor
 
-    part = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+    there = _on_device_of(param.device_mesh, whole)
+    part = distribute_tensor(there, param.device_mesh, param.placements, src_data_rank=None).to_local()
     return part.to(whole.device)
 
 
@@ -69,9 +69,10 @@ def shard_like(param: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     """Create a DTensor of this shape, placed like a sharded parameter, from this rank's shard."""
     assert is_sharded(param)
     strides = torch.empty(shape, device="meta").stride()
-    return type(param).from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
+    mesh, size = param.device_mesh, torch.Size(shape)
+    there = _on_device_of(mesh, part)  # from_local moves it there anyway
+    whole = type(param).from_local(there, mesh, param.placements, run_check=False, shape=size, stride=strides)
+    return whole.to(part.device)
 
 
 def rows_cut_by(param: Tensor) -> tuple[DeviceMesh, int] | None:
@@ -111,14 +112,18 @@ def sum_to_shard(whole: Tensor, param: Tensor) -> Tensor:
 
 def reduce_on(device_type: str, tensor: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[object]) -> Tensor:
     """Reduce a tensor over process groups in place, on a device of this type."""
-    there = tensor if tensor.device.type == device_type else tensor.to(device_type)
+    there = tensor if tensor.device.type == device_type else tensor.to(_current_device(device_type))
     for group in groups:
         dist.all_reduce(there, op, group=group)
     return tensor if there is tensor else tensor.copy_(there)
 
 
 def _on_device_of(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(_current_device(mesh.device_type))
+
+
+def _current_device(device_type: str) -> torch.device:
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:
