@@ -1,14 +1,19 @@
 """What people train with, on every device: float16, micro-batches, sparse tables, wrappers, diagnostics."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from adahessian import AdaHessian, Curvature, TrainingStep, diagnose, param_groups
-from cases import ATTENTION, MLP, RECURRENT
+from adahessian import AdaHessian, AdaHessianKron, Curvature, TrainingStep, diagnose, param_groups
+from adahessian.base.shards import gather
+from adahessian.parallel.layerwise import LayerwisePass
+from adahessian.parallel.ranks import Ranks
+from cases import ATTENTION, BATCH_NORM, CONVOLUTION, MLP, RECURRENT
 from test_sparse import Ranker, make_batch
 from test_sparse import loss_fn as ranker_loss
 
@@ -109,23 +114,47 @@ def test_sparse_tables_go_the_way_of_the_host(device):
     torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9)
 
 
+# The group has no backend for the CPU if the device is a GPU.
+offloaded = partial(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 @on_devices
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
-def test_a_wrapped_model_of_one_process_is_the_plain_one(device, wrap, alone):
+@pytest.mark.parametrize(
+    "kind", [partial(AdaHessian, **OPTIONS), partial(AdaHessianKron, lr=0.05)], ids=["diagonal", "kron"]
+)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard, offloaded], ids=["ddp", "fsdp2", "offloaded"])
+def test_a_wrapped_model_of_one_process_is_the_plain_one(device, wrap, kind, alone):
     results = []
     for wrapped in (False, True):
         model, _ = on(device, MLP)
         model = wrap(model) if wrapped else model
-        optimizer = AdaHessian(model.parameters(), **OPTIONS)
+        optimizer = kind(model.parameters())
         curvature = Curvature(model, MLP.loss, optimizer)
         for number in range(4):
             step(model, curvature, optimizer, batch_on(device, MLP, number), MLP.loss)
-        params = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
-        results.append(torch.cat([param.detach().flatten() for param in params]))
+        assert {param.device.type for param in model.parameters()} == {
+            "cpu" if wrap is offloaded and wrapped else device
+        }
+        assert len(diagnose(optimizer, model)) > 1
+        results.append(torch.cat([gather(param).detach().flatten().cpu() for param in model.parameters()]))
         if wrapped:  # a TrainingStep knows neither wrapper
             with pytest.raises(ValueError, match="processes"):
                 TrainingStep(model, MLP.loss, torch.optim.SGD(model.parameters(), 0.1))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
+
+
+@on_devices
+@pytest.mark.parametrize("shard", [fully_shard, offloaded], ids=["fsdp2", "offloaded"])
+@pytest.mark.parametrize("case", [MLP, ATTENTION, CONVOLUTION, BATCH_NORM], ids=str)
+def test_one_module_at_a_time_is_the_gathered_model(device, case, shard, alone):
+    model = case.model(torch.float64).to(device)
+    for child in model.children():
+        shard(child)
+    request = AdaHessian(shard(model).parameters())._begin_measurement()
+    found = LayerwisePass(model, case.loss, Ranks(), needs_marks=True)
+    assert found.choose(batch_on(device, case), request)
+    products = found.measure(batch_on(device, case), request, 1.0).products[0]
+    assert [each.device for each in products] == [param.device for param in request.params]
 
 
 @on_devices

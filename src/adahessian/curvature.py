@@ -20,14 +20,15 @@ from adahessian.algorithm.options import check, is_integer, is_number
 from adahessian.base.batches import choose_part, slice_batch
 from adahessian.base.errors import first_line
 from adahessian.base.log import warn_once
-from adahessian.base.shards import check_not_tensor_parallel
+from adahessian.base.shards import check_not_tensor_parallel, mesh_of
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.engine import Engine
 from adahessian.hessian.isolation import random_state_kept
 from adahessian.loss_scale import LossScale
 from adahessian.optimizer import AdaHessian
-from adahessian.parallel.fsdp import gathered
-from adahessian.parallel.mean import ProductMean
+from adahessian.parallel.fsdp import gathered, placed_like
+from adahessian.parallel.layerwise import LayerwisePass
+from adahessian.parallel.mean import ProductMean, ShardedMean
 from adahessian.parallel.ranks import Ranks, check_not_flattened, ranks_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,7 +51,8 @@ class Curvature(Generic[Model]):
             a batch dimension, such as a mask, through a closure. If batches must not be cut in this way, such as
             packed sequences, pass a function that takes the batch and returns the part to measure on.
         batch_dim: Batch dimension of the tensors in a batch.
-        compile: Compile the pass as one function. None compiles it on a GPU if the model is large enough.
+        compile: Compile the pass as one function, which gathers a sharded model. None compiles it on a GPU if the
+            model is large enough, unless FSDP2 modules are measured one at a time.
         product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
             On a slice of the batch, the gradient is not used, so all operands are rounded.
         scaler: ``GradScaler`` of a float16 loop. The pass has a loss scale of its own, which starts at the scaler's and
@@ -115,6 +117,12 @@ class Curvature(Generic[Model]):
         self.engine = Engine(
             self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype, **settings
         )
+        self._layerwise: LayerwisePass | None = None
+        # On a mesh of one rank, nothing is cut. A loss scale and a compiled pass need the whole model.
+        is_sharded = self.ranks is not None and mesh_of(self.model) is not None and process_group == "auto"
+        if is_sharded and not (self._loss_scale or compile or product_dtype):
+            assert self.ranks is not None
+            self._layerwise = LayerwisePass(self.model, loss_fn, self.ranks, needs_marks=optimizer.needs_marks)
         self._register_hook()
 
     def measure(self, batch: Any, *, weight: float = 1.0) -> bool:
@@ -140,7 +148,7 @@ class Curvature(Generic[Model]):
         """
         if not ((isinstance(weight, float) or is_number(weight)) and 0 <= weight < math.inf):
             raise ValueError(f"weight={weight!r} is invalid. Pass a finite, non-negative number.")
-        optimizer, pending, scale = self.optimizer, self._pending, self._loss_scale
+        optimizer, pending = self.optimizer, self._pending
         is_next = pending.is_next(optimizer)
         if not (is_next or optimizer.curvature_due):
             return False
@@ -150,17 +158,26 @@ class Curvature(Generic[Model]):
             request = optimizer._begin_measurement()
             if is_next and list(map(id, request.params)) != list(map(id, pending.request.params)):
                 raise ValueError("params changed between micro-batches of a step. Change them after optimizer.step().")
-            is_distributed = dist.is_available() and dist.is_initialized()
-            with gathered(self.model, request.params) if is_distributed else nullcontext(request.params) as params:
-                measure = partial(self.engine.measure, batch, request._replace(params=params))
-                derivatives = scale.unscaled(measure, params, self.ranks, counts=weight > 0) if scale else measure()
+            layerwise = self._layerwise
+            is_sharded = bool(layerwise and (pending.is_sharded if is_next else layerwise.choose(batch, request)))
+            if layerwise and is_sharded:
+                derivatives = layerwise.measure(batch, request, weight)
+            else:
+                derivatives = self._measure_whole(batch, request, weight)
             # Reading the loss would synchronize any other device. diagnose reports dropped measurements there.
             if weight > 0 and derivatives.loss.is_cpu and not derivatives.loss.isfinite().all():
                 warn_once("loss_fn returned inf or NaN, so the measurement is dropped. Check the batch and the loss.")
-            pending.add(optimizer, request, derivatives, weight)
+            pending.add(optimizer, request, derivatives, weight, is_sharded=is_sharded)
         except torch.OutOfMemoryError as error:
             self._drop_measurement(error)
         return True
+
+    def _measure_whole(self, batch: Any, request: Request, weight: float) -> Derivatives:
+        is_distributed, scale = dist.is_available() and dist.is_initialized(), self._loss_scale
+        with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
+            measure = partial(self.engine.measure, batch, whole)
+            found = scale.unscaled(measure, whole.params, self.ranks, counts=weight > 0) if scale else measure()
+            return placed_like(found, request)
 
     def _part_of(self, batch: Any) -> Any:
         if callable(self.batch_fraction):
@@ -209,18 +226,30 @@ class _Pending:
     def _reset(self, request: Request | None = None) -> None:
         self.request: Any = request
         self._accepted: object = None
-        self._mean: ProductMean | None = None
+        self.is_sharded = False
+        self._mean: ProductMean | ShardedMean | None = None
         self._waiting: list[Any] = []  # not added to the mean yet, because a single batch needs none
 
     def is_next(self, optimizer: AdaHessian) -> bool:
         """Return whether the next step will use this measurement."""
         return self._accepted is not None and self._accepted is optimizer._measurement
 
-    def add(self, optimizer: AdaHessian, request: Request, derivatives: Derivatives, weight: float) -> None:
-        """Add a batch, and pass the mean so far to the optimizer."""
+    def add(
+        self,
+        optimizer: AdaHessian,
+        request: Request,
+        derivatives: Derivatives,
+        weight: float,
+        *,
+        is_sharded: bool = False,
+    ) -> None:
+        """Add a batch, and pass the mean so far to the optimizer. Sharded products are already summed over ranks."""
         is_first = not self.is_next(optimizer)
         if is_first:
             self._reset(request)
+            self.is_sharded = is_sharded
+            if is_sharded:
+                self._mean = ShardedMean(request.params)
         self._waiting.append((derivatives.products, derivatives.gradients, weight))
         if not is_first or self._ranks is not None:
             if self._mean is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from adahessian.algorithm.options import validate
-from adahessian.algorithm.plan import Lists, Measurement, Plan, parameters_of
+from adahessian.algorithm.plan import Lists, Measurement, Plan, draw_some, parameters_of
 from adahessian.algorithm.shapes import AveragingName, CurvatureShape
 from adahessian.algorithm.sparse import step_sparse
 from adahessian.algorithm.state import CURVATURE_KEYS, Group, State, curvature_dtype, shape_of, state_problem
@@ -192,7 +192,9 @@ class AdaHessian(Optimizer):
         num_probes = max((int(group["num_probes"]) for group in groups), default=1)
 
         @torch.no_grad()
-        def draw(probe: int, out: Sequence[Tensor] | None = None) -> list[Tensor]:
+        def draw(probe: int, out: Sequence[Tensor] | None = None, only: Sequence[Tensor] | None = None) -> list[Tensor]:
+            if only is not None:
+                return draw_some(groups, only, probe, out)
             # Lazy parameters have a shape by now, because the loss has been computed.
             self._plan.refresh(self.param_groups, self.state)
             return self._plan.draw(params, probe, out)

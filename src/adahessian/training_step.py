@@ -187,7 +187,9 @@ class TrainingStep:
         """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
-                self._graphs, self._updates, self._memory, self._update_memory = {}, {}, Memory(), Memory()
+                # A module that replaces buffers moves at each step. Its failed captures are not repeated.
+                self._graphs = {kind: None for kind, graphs in self._graphs.items() if graphs is None}
+                self._updates, self._memory, self._update_memory = {}, Memory(), Memory()
             autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             kind = key, tuple(map(id, params)), tuple([module.training for module in self._modules]), autocast
             try:

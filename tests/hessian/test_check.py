@@ -15,6 +15,10 @@ def test_errors_are_relative_to_all_parameters_and_to_each():
     assert errors(expected, expected) == (0, 0)
     assert errors(of([3.0, 4.0], [25.0]), expected) == pytest.approx((1.0, 13 / 12))
     assert errors(of([3.0, 5.0], [12.0]), expected) == pytest.approx((1 / 13, 1 / 5))
+    shards = of([3.0, 4.0], []), of([3.0, 4.0], [])
+    assert errors(*shards, sum_=lambda own: own + torch.tensor([[0, 0, 0], [169, 144, 1]])) == pytest.approx(
+        (1.0, 13 / 12)
+    )
     assert errors([None, *of([13.0])], expected) == pytest.approx((1 / 12, 1 / 12)), "one took no part"
     assert errors([*of([3.0, 4.0]), torch.zeros(0)], [*of([3.0, 4.0]), torch.zeros(0)]) == (0, 0)
 

@@ -632,12 +632,15 @@ def test_compiled_code_leaves_no_trace_and_sees_the_dropout_that_the_gradient_wi
     torch.testing.assert_close(found, derivatives(model, squares, x, num_probes=2))
 
 
-def test_checkpointed_layers_cannot_be_compiled_and_torch_leaves_nothing_open(said):
+def test_checkpointed_layers_that_cannot_be_compiled_leave_nothing_open(said):
     def loss_fn(model, x):
         return checkpoint(model, x, use_reentrant=False).square().mean()
 
     torch._dynamo.reset()
     model, x = nn.Linear(3, 2), torch.randn(5, 3)
     found = measured(model, loss_fn, x, compile=True)
+    if said.messages[-1].startswith("Curvature by compiled"):  # torch 2.11 compiles them
+        torch.testing.assert_close(found, derivatives(model, loss_fn, x))
+        return
     assert "saved tensor hooks" in said.messages[-1]
     torch.testing.assert_close(found, derivatives(model, loss_fn, x), rtol=0, atol=0)

@@ -5,7 +5,7 @@ import torch
 from ranks import loss_fn, part_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from adahessian import AdaHessian, Curvature, attach, diagnose, param_groups
@@ -75,12 +75,15 @@ def assert_same(found, expected):
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def train_on_ranks(rank, size, options, mesh_shape=None):
+def train_on_ranks(rank, size, options, mesh_shape=None, gathers=False):
     mesh = mesh_shape and init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     optimizer = AdaHessian(param_groups(model), **OPTIONS | options)
     curvature = Curvature(model, loss_fn, optimizer)
+    if gathers:
+        curvature._layerwise.works = False
     result = train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(6)))
+    assert curvature._layerwise.works is not gathers
     for param, state in optimizer.state.items():
         assert state["exp_avg"].placements == param.placements
         for name in {"hessian_rms", "hessian_row"} & state.keys():
@@ -224,6 +227,13 @@ def mixed_precision_on_ranks(rank, size):
     optimizer.step()
 
 
+def offloaded_on_ranks(rank, size):
+    model = fully_shard(made(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = AdaHessian(param_groups(model), **OPTIONS)
+    curvature = Curvature(model, loss_fn, optimizer)
+    return train(model, curvature, optimizer, (part_of(batch(number), rank, size) for number in range(6)))
+
+
 def accumulated_on_ranks(rank, size):
     model = sharded()
     optimizer = AdaHessian(param_groups(model), **OPTIONS)
@@ -277,10 +287,11 @@ def measured_alone():
     return hessian_rms(model, optimizer)
 
 
+@pytest.mark.parametrize("gathers", [False, True], ids=["layerwise", "gathered"])
 @pytest.mark.parametrize("options", [{}, {"num_probes": 2, "signed": True}, {"averaging": "factored"}], ids=str)
-def test_sharded_ranks_are_one_process(ranks, options):
+def test_sharded_ranks_are_one_process(ranks, options, gathers):
     alone = trained_alone(6, options)
-    for found in ranks(train_on_ranks, options):
+    for found in ranks(train_on_ranks, options, None, gathers):
         assert_same(found, alone)
 
 
@@ -315,6 +326,11 @@ def test_hooks_on_parameters_see_gradients_only(two_ranks):
 
 def test_mixed_precision_takes_the_batches_that_it_takes_in_training(two_ranks):
     two_ranks(mixed_precision_on_ranks)
+
+
+def test_offloaded_ranks_are_one_process(two_ranks):
+    for found in two_ranks(offloaded_on_ranks):
+        assert_same(found, trained_alone(6))
 
 
 def test_micro_batches_are_averaged(two_ranks):

@@ -28,7 +28,16 @@ from adahessian.algorithm.state import COUNTS, Group, State, init_state, new_cou
 from adahessian.algorithm.update import fold_measurement, measurement_weight, take_step
 from adahessian.base.errors import first_line
 from adahessian.base.log import logger
-from adahessian.base.shards import agree, gather_over, is_sharded, local, local_part, rows_cut_by, sum_over_shards
+from adahessian.base.shards import (
+    agree,
+    gather,
+    gather_over,
+    is_sharded,
+    local,
+    local_part,
+    rows_cut_by,
+    sum_over_shards,
+)
 
 # Options that buckets depend on. All others may change from step to step.
 _DECISIVE = operator.itemgetter("block_size", "averaging", "signed", "fused", "capturable", "sparse")
@@ -170,7 +179,9 @@ class Bucket:
         if self.is_complex:
             return list(map(as_real, tensors))
         # Factors of cut matrices need whole products.
-        return list(map(local_part, tensors, self.params)) if self.is_sharded and self._gather is None else tensors
+        if self._gather is not None:
+            return list(map(gather, tensors))
+        return list(map(local_part, tensors, self.params)) if self.is_sharded else tensors
 
     def complete(self, places: Places, state: dict[Tensor, State]) -> None:
         """Create missing states of the parameters at these places, and keep each kind of count in one tensor."""
@@ -430,6 +441,18 @@ class Plan:
                 self._places.clear()
             self._places[key] = found
         return self._places[key]
+
+
+def draw_some(
+    groups: Sequence[Group], params: Sequence[Tensor], probe: int, out: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Draw the parts of one probe that belong to these parameters, as :meth:`Plan.draw` does for all parameters."""
+    known = {
+        param: (probe_key(group["seed"], group["measurements"], probe), position)
+        for param, group, position in parameters_of(groups)
+    }
+    places: Sequence[Tensor | None] = out or [None] * len(params)
+    return [draw_like(param, *known[param], place) for param, place in zip(params, places, strict=True)]
 
 
 def parameters_of(groups: Sequence[Group]) -> Iterator[tuple[Tensor, Group, int]]:

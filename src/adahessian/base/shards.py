@@ -1,13 +1,16 @@
 """Parameters that are sharded over ranks as DTensors: local shards and whole tensors.
 
 Only the first dimension may be sharded. AdaHessian's blocks lie within a row, so sharding never splits them.
+
+With ``CPUOffloadPolicy``, shards are on the CPU, but their process group may support only the mesh's own device.
+Collectives therefore run on copies there.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -35,8 +38,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. All ranks of a sharded tensor must call it."""
-    return cast("DTensor", tensor.detach()).full_tensor() if is_sharded(tensor) else tensor
+    """Return the whole tensor, on the same device. All ranks of a sharded tensor must call it."""
+    return gather_on_mesh(tensor).to(tensor.device) if is_sharded(tensor) else tensor
+
+
+def gather_on_mesh(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, on the device of its mesh. All ranks must call it."""
+    return cast("DTensor", _on_device_of(tensor.device_mesh, tensor.detach())).full_tensor()
+
+
+def computing_device(tensor: Tensor) -> torch.device:
+    """Return the device on which a model uses a tensor. ``CPUOffloadPolicy`` keeps its shards elsewhere."""
+    if not is_sharded(tensor) or tensor.device.type in ("meta", tensor.device_mesh.device_type):
+        return tensor.device
+    return _current_device(tensor.device_mesh.device_type)
 
 
 def local_part(whole: Tensor, param: Tensor) -> Tensor:
@@ -45,16 +60,19 @@ def local_part(whole: Tensor, param: Tensor) -> Tensor:
         return local(whole)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
+    there = _on_device_of(param.device_mesh, whole)
+    part = distribute_tensor(there, param.device_mesh, param.placements, src_data_rank=None).to_local()
+    return part.to(whole.device)
 
 
 def shard_like(param: Tensor, part: Tensor, shape: Sequence[int]) -> Tensor:
     """Create a DTensor of this shape, placed like a sharded parameter, from this rank's shard."""
     assert is_sharded(param)
     strides = torch.empty(shape, device="meta").stride()
-    return type(param).from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=torch.Size(shape), stride=strides
-    )
+    mesh, size = param.device_mesh, torch.Size(shape)
+    there = _on_device_of(mesh, part)  # from_local moves it there anyway
+    whole = type(param).from_local(there, mesh, param.placements, run_check=False, shape=size, stride=strides)
+    return whole.to(part.device)
 
 
 def rows_cut_by(param: Tensor) -> tuple[DeviceMesh, int] | None:
@@ -76,16 +94,43 @@ def rows_here(param: Tensor) -> tuple[int, int]:
 
 def gather_over(mesh: DeviceMesh, dim: int, tensor: Tensor) -> Tensor:
     """Stack the tensors of all ranks along a dimension of a device mesh."""
-    stacked = tensor.new_empty(mesh.size(dim), *tensor.shape)
-    dist.all_gather(list(stacked.unbind()), tensor.contiguous(), group=mesh.get_group(dim))
-    return stacked
+    here = _on_device_of(mesh, tensor.contiguous())
+    stacked = here.new_empty(mesh.size(dim), *tensor.shape)
+    dist.all_gather(list(stacked.unbind()), here, group=mesh.get_group(dim))
+    return stacked.to(tensor.device)
+
+
+def sum_to_shard(whole: Tensor, param: Tensor) -> Tensor:
+    """Sum a whole tensor over the ranks of a sharded parameter, and return this rank's shard of the sum."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert is_sharded(param)
+    mesh = param.device_mesh
+    parts = DTensor.from_local(_on_device_of(mesh, whole), mesh, [Partial()] * mesh.ndim, run_check=False)
+    return local(parts.redistribute(placements=param.placements)).to(param.device)
+
+
+def reduce_on(device_type: str, tensor: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[object]) -> Tensor:
+    """Reduce a tensor over process groups in place, on a device of this type."""
+    there = tensor if tensor.device.type == device_type else tensor.to(_current_device(device_type))
+    for group in groups:
+        dist.all_reduce(there, op, group=group)
+    return tensor if there is tensor else tensor.copy_(there)
+
+
+def _on_device_of(mesh: DeviceMesh, tensor: Tensor) -> Tensor:
+    return tensor if tensor.device.type == mesh.device_type else tensor.to(_current_device(mesh.device_type))
+
+
+def _current_device(device_type: str) -> torch.device:
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def sum_over_shards(param: Tensor, tensor: Tensor) -> Tensor:
     """Sum a tensor over the shards of a parameter, in place. Replicas of the parameter are not counted twice."""
     if (cut_by := rows_cut_by(param)) is not None:
         mesh, dim = cut_by
-        dist.all_reduce(tensor, group=mesh.get_group(dim))
+        reduce_on(mesh.device_type, tensor, dist.ReduceOp.SUM, [mesh.get_group(dim)])
     return tensor
 
 
@@ -95,8 +140,7 @@ def agree(flags: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     if meshes := {i: param.device_mesh for i, param in enumerate(params) if is_sharded(param)}:
         common = torch.stack([flags[i] for i in meshes]).to(torch.int32)
         mesh = next(iter(meshes.values()))
-        for dim in range(mesh.ndim):
-            dist.all_reduce(common, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        reduce_on(mesh.device_type, common, dist.ReduceOp.MAX, map(mesh.get_group, range(mesh.ndim)))
         for i, flag in zip(meshes, common.unbind(), strict=True):
             agreed[i] = flag.to(flags[i].dtype)
     return agreed

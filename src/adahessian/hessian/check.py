@@ -4,7 +4,7 @@ Some versions of PyTorch silently compute wrong second derivatives of some opera
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +25,7 @@ _EXACT = {torch.float64: (1e-6, 1e-5, 1e-3), torch.float32: (1e-2, 5e-2, 1e-3)}
 
 
 class UnusableError(Exception):
-    """The compiled pass fails, or disagrees with double backward."""
+    """A pass fails, or disagrees with double backward."""
 
 
 def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded: bool) -> tuple[str, bool]:
@@ -87,17 +87,24 @@ def reason(error: Exception) -> str:
 
 
 def errors(
-    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], *, negligible: float = 1e-3
+    found: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    *,
+    negligible: float = 1e-3,
+    sum_: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
 ) -> tuple[float, float]:
     """Compute the relative error of all parameters together, and the largest error of a single parameter.
 
-    Parameters whose expected product is not finite are ignored.
+    Parameters whose expected product is not finite are ignored. If the tensors are shards, ``sum_`` adds up a tensor
+    over all ranks.
     """
-    squares = [
+    own = [
         ((a.double() - b.double()).square().sum().item(), b.double().square().sum().item(), b.numel())
-        for a, b in zip(found, expected, strict=True)
         if a is not None and b is not None and b.numel() and b.isfinite().all()
+        else (0.0, 0.0, 0)
+        for a, b in zip(found, expected, strict=True)
     ]
+    squares = [each for each in sum_(torch.tensor(own, dtype=torch.float64)).tolist() if each[2]]
     total = sum(square for _, square, _ in squares)
     if total == 0:
         return (0.0, 0.0) if all(error == 0 for error, _, _ in squares) else (math.inf, math.inf)

@@ -17,7 +17,10 @@ from adahessian.hessian.batch_norm import batch_norm_forward
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.isolation import Forward, isolated, random_state_kept
 
-_SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys((_BatchNorm.forward, nn.SyncBatchNorm.forward), batch_norm_forward)
+# For forward over reverse.
+FORWARD_SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys(
+    (_BatchNorm.forward, nn.SyncBatchNorm.forward), batch_norm_forward
+)
 
 Gradient: TypeAlias = Literal["exact", "rounded", "left out"]
 
@@ -62,7 +65,7 @@ class CompiledPass:
         buffers = {f"model.{name}": buffer for name, buffer in self.model.named_buffers()}
         probes = [request.draw(probe) for probe in range(request.num_probes)]
         products: list[list[Tensor]] = []
-        with isolated(self.model, _SUBSTITUTES, compiled=True), plain_attention(), _transforms_closed():
+        with isolated(self.model, FORWARD_SUBSTITUTES, compiled=True), plain_attention(), _transforms_closed():
             for z in probes:
                 # All passes draw the same random numbers. A CUDA graph cannot restore its random state.
                 is_last = len(products) + 1 == len(probes)

@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from adahessian.base.shards import computing_device
+
 # The ``forward`` of a layer class, or a function of a layer and its inputs that replaces it.
 Forward = Callable[..., Any]
 
@@ -143,5 +145,5 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
-    """Return the devices of a model's parameters and buffers."""
-    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    """Return the devices on which a model computes with its parameters and buffers."""
+    return {computing_device(tensor) for tensor in (*model.parameters(), *model.buffers())}

@@ -1,46 +1,89 @@
 """FSDP2: gather the whole model on every rank for the duration of a pass."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from adahessian.base.batches import map_tensors
-from adahessian.base.shards import gather, is_sharded, mesh_of
+from adahessian.base.shards import gather_on_mesh, is_sharded, mesh_of
+from adahessian.hessian.double_backward import Derivatives, Request
 
 
 @contextmanager
-def gathered(model: nn.Module, params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def gathered(model: nn.Module, request: Request) -> Iterator[Request]:
     """Replace the sharded parameters of a model with whole, ordinary ones, and disable the hooks of FSDP2.
 
-    Yield ``params`` with the same replacements. All ranks must enter together, because each sends its shards.
+    Yield the request for the whole parameters. All ranks must enter together, because each sends its shards. With
+    ``CPUOffloadPolicy``, shards are on the CPU, but whole parameters and probes are where the model computes.
     """
+    reshard(model)
+    if mesh_of(model) is None:
+        yield request
+        return
+    wholes: dict[Tensor, Tensor] = {}
+    with hooks_replaced(model), ExitStack() as stack:
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None and is_sharded(param):
+                    if param not in wholes:  # a shared parameter is gathered only once
+                        wholes[param] = nn.Parameter(gather_on_mesh(param), param.requires_grad)
+                    stack.callback(module._parameters.__setitem__, name, param)
+                    module._parameters[name] = wholes[param]  # type: ignore[assignment]
+        params = [wholes.get(param, param) for param in request.params]
+
+        def draw(probe: int, out: Any = None) -> list[Tensor]:
+            return [z.to(param.device) for z, param in zip(request.draw(probe, out), params, strict=True)]
+
+        yield request._replace(params=params, draw=draw)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free parameters that FSDP2 still holds after a forward pass without a backward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
-            module.reshard()  # after a forward pass without a backward pass, its parameters are still gathered
-    if mesh_of(model) is None:
-        yield list(params)
-        return
-    wholes: dict[Tensor, Tensor] = {}
+            module.reshard()
+
+
+@contextmanager
+def hooks_replaced(
+    model: nn.Module,
+    enter: Callable[..., Any] = lambda module, *inputs: inputs,
+    leave: Callable[..., None] | None = None,
+) -> Iterator[None]:
+    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` in place of FSDP2's hooks.
+
+    ``enter`` returns the arguments for the module.
+    """
+
+    def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
+        return _cast_inputs(module, *enter(module, args, kwargs))
+
     with ExitStack() as stack:
         for module in model.modules():
             pre_hooks, hooks = module._forward_pre_hooks, module._forward_hooks
             stack.callback(module.__dict__.update, _forward_pre_hooks=pre_hooks, _forward_hooks=hooks)
-            # FSDP2's mixed precision casts inputs in a pre-hook. Here, inputs must match the parameters' own dtype.
             module._forward_pre_hooks = type(pre_hooks)(
-                (key, _cast_inputs if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
+                (key, pre_hook if _is_of_fsdp(hook) else hook) for key, hook in pre_hooks.items()
             )
-            module._forward_hooks = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
-            for name, param in list(module._parameters.items()):
-                if param is not None and is_sharded(param):
-                    if param not in wholes:  # a shared parameter is gathered only once
-                        wholes[param] = nn.Parameter(gather(param), param.requires_grad)
-                    stack.callback(module._parameters.__setitem__, name, param)
-                    module._parameters[name] = wholes[param]  # type: ignore[assignment]
-        yield [wholes.get(param, param) for param in params]
+            replaced = ((key, leave if _is_of_fsdp(hook) else hook) for key, hook in hooks.items())
+            module._forward_hooks = type(hooks)((key, hook) for key, hook in replaced if hook is not None)
+        yield
+
+
+def placed_like(derivatives: Derivatives, request: Request) -> Derivatives:
+    """Move derivatives of whole parameters to the devices of the request's own parameters."""
+
+    def moved(tensors: Any) -> Any:
+        pairs = zip(tensors, request.params, strict=True)
+        return [None if tensor is None else tensor.to(param.device) for tensor, param in pairs]
+
+    loss, gradients, probes, products = derivatives
+    return Derivatives(loss, moved(gradients), list(map(moved, probes)), list(map(moved, products)))
 
 
 def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

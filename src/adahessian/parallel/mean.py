@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adahessian.algorithm.shapes import CurvatureShape, as_real
 from adahessian.algorithm.state import curvature_dtype
+from adahessian.base.shards import shard_like
 from adahessian.parallel.ranks import Ranks
 
 
@@ -87,6 +88,38 @@ class ProductMean:
             for i, count in zip(own, facts[:-1].tolist(), strict=True):
                 self._took_part[i] = count > 0
         return facts[-1]
+
+
+class ShardedMean:
+    """The same mean, of products that are weighted and summed over ranks already. They are shards of ``params``."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        self._weight = 0.0
+        self._lists: list[Sequence[Tensor | None]] = []
+
+    def add(
+        self, products: Sequence[Sequence[Tensor | None]], gradients: Sequence[Tensor | None], weight: float
+    ) -> None:
+        """Add the products and marks of a batch."""
+        new = [*products, gradients]
+        self._weight += weight
+        self._lists = [list(map(_sum, *pair)) for pair in zip(self._lists, new, strict=True)] if self._lists else new
+
+    def result(self, ranks: Ranks | None) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+        """Return the mean and the marks, as sharded tensors."""
+        total = torch.tensor(self._weight, dtype=torch.float64, device=self._params[0].device)
+        if ranks is not None:
+            ranks.sum_(total)
+        means = [
+            [None if part is None else shard_like(param, part / total, param.shape) for part, param in pairs]
+            for pairs in (zip(parts, self._params, strict=True) for parts in self._lists)
+        ]
+        return means[:-1], means[-1]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def _like(param: Tensor, reals: Tensor) -> Tensor:

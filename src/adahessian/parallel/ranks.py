@@ -14,25 +14,31 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adahessian.base.errors import CurvatureError
-from adahessian.base.shards import mesh_of
+from adahessian.base.shards import mesh_of, reduce_on
 
 
 class Ranks:
     """Processes of the default group, or of one group per dimension of a device mesh, that train one model.
 
-    ``broadcasts_buffers`` is the argument ``broadcast_buffers`` of DistributedDataParallel.
+    They exchange tensors on a device of the given type, or on the tensors' own device. ``broadcasts_buffers`` is the
+    argument ``broadcast_buffers`` of DistributedDataParallel.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup] = (), *, broadcasts_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup] = (),
+        device_type: str | None = None,
+        *,
+        broadcasts_buffers: bool = False,
+    ) -> None:
         self._groups: Sequence[Any] = groups or [dist.group.WORLD]
+        self._device_type = device_type
         self.broadcasts_buffers = broadcasts_buffers
         self.size = math.prod(group.size() for group in self._groups)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place. Every rank gets the same bits."""
-        for group in self._groups:
-            dist.all_reduce(tensor, group=group)
-        return tensor
+        return reduce_on(self._device_type or tensor.device.type, tensor, dist.ReduceOp.SUM, self._groups)
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values of the first rank to all ranks, in place."""
@@ -63,7 +69,7 @@ class Ranks:
         # As in DistributedDataParallel, because a process group has no identity outside its process.
         if any(group is not dist.group.WORLD for group in self._groups):
             raise pickle.PicklingError("process_group is not the default and cannot be copied. Create a new Curvature.")
-        return partial(Ranks, broadcasts_buffers=self.broadcasts_buffers), ()
+        return partial(Ranks, broadcasts_buffers=self.broadcasts_buffers), ((), self._device_type)
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"] | None) -> Ranks | None:
@@ -93,7 +99,8 @@ def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | Literal["auto"
             "transformers only with use_cpu=True), process_group=torch.distributed.group.WORLD if the gradients of all "
             "processes are averaged, or process_group=None if each process trains a model of its own."
         )
-    ranks = Ranks(groups, broadcasts_buffers=wrapper is not None and wrapper.broadcast_buffers)
+    device_type = None if mesh is None else mesh.device_type
+    ranks = Ranks(groups, device_type, broadcasts_buffers=wrapper is not None and wrapper.broadcast_buffers)
     return ranks if ranks.size > 1 else None
 
 
