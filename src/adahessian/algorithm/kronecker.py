@@ -151,7 +151,7 @@ class Matrix:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of a member's state. The last is the running mean of each row's squared gradient norm."""
+        """The names and shapes of a member's state. The last is the running mean of each row's squared norm."""
         left, right = ((cut.here, cut.size) for cut in (self.rows, self.columns))
         of_sides = {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right}
         return {**of_sides, "grad_square": (self.rows.here,)}
