@@ -47,7 +47,7 @@ docs-pages: $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --fresh-env --define plot_gallery=0 docs build/pages
 
-# Builds the distributions, checks them, and runs the README's first snippet with the files of the wheel.
+# Builds and checks the distributions, and runs the README's first snippet with the wheel.
 package: $(INSTALLED)
 	rm -rf dist build/installed
 	$(BIN)/python -m build --no-isolation

@@ -1,4 +1,4 @@
-"""Run the README's first snippet with an installed wheel, and without packages that torch does not require."""
+"""Run the README's first snippet with an installed wheel and without packages that torch does not require."""
 
 import re
 import sys

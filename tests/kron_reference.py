@@ -12,7 +12,7 @@ from reference import signs
 
 
 def adahessian_kron(start, gradient_of, hessian_of, steps, *, damping, num_probes, beta1=0.9, beta2=0.95, **options):
-    """The parameters after some steps, from sums over the whole history, and which of the three lengths counted."""
+    """Return the parameters after some steps, from sums over the whole history, and the lengths that were used."""
     lr, decay, seed = options["lr"], options["weight_decay"], options["seed"]
     shapes, sizes = [value.shape for value in start], [value.size for value in start]
     theta, cuts = np.concatenate([value.ravel() for value in start]), np.cumsum(sizes)[:-1]

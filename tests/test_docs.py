@@ -20,7 +20,7 @@ from adahessian.lab import command
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# What such a block needs is not here: several processes, a GPU, a trainer.
+# These blocks need several processes, a GPU or a trainer.
 NEEDS_MORE = re.compile(
     r"DistributedDataParallel|fully_shard|cuda|scaler|Trainer|Lightning|Accelerator|timm|recipe|_curvature|mmengine"
 )

@@ -28,8 +28,8 @@ def test_ten_steps_are_those_of_the_equations(damping, num_probes):
     full, quarter = (exact_derivatives(MLP, model, tuple(each[:size] for each in batch)) for size in (16, 4))
     start = [param.detach().numpy().copy() for param in model.parameters()]
     expected, limits = adahessian_kron(start, lambda at: full(at)[0], lambda at: quarter(at)[1], 10, **options)
-    assert {0, 1} <= limits  # AdamW's length and its gain have both counted
-    assert 2 in limits or damping > 0.5 or num_probes > 1  # and so has twice its length
+    assert {0, 1} <= limits  # AdamW's length and its gain were both used
+    assert 2 in limits or damping > 0.5 or num_probes > 1  # twice AdamW's length was used too
     train(MLP, model, AdaHessianKron(model.parameters(), **options), batch, 10, "object")
     torch.testing.assert_close(flat_parameters(model), torch.from_numpy(expected), rtol=1e-6, atol=1e-8)
 

@@ -102,7 +102,7 @@ def test_factors_of_two_groups_follow_a_schedule_on_two_kinds_of_batch(device, c
     results = []
     for make_step in (TrainingStep, plain_step):
         model, batch, _ = on(device, BATCH_NORM)
-        model[0].bias.requires_grad_(False)  # its gradient is a rounding error, which a step scales to AdamW's length
+        model[0].bias.requires_grad_(False)  # its gradient is a rounding error, scaled to AdamW's length
         few = tuple(part[: len(part) // 2] for part in batch)
         params = [param for param in model.parameters() if param.requires_grad]
         matrices, vectors = ([p for p in params if (p.dim() > 1) == wanted] for wanted in (True, False))

@@ -114,7 +114,7 @@ def test_sparse_tables_go_the_way_of_the_host(device):
     torch.testing.assert_close(*results, rtol=1e-7, atol=1e-9)
 
 
-# The group has no backend for the CPU if the device is a GPU.
+# On a GPU, the process group has no backend for the CPU, so collectives must run on the GPU.
 offloaded = partial(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 

@@ -51,8 +51,8 @@ class Curvature(Generic[Model]):
             a batch dimension, such as a mask, through a closure. If batches must not be cut in this way, such as
             packed sequences, pass a function that takes the batch and returns the part to measure on.
         batch_dim: Batch dimension of the tensors in a batch.
-        compile: Compile the pass as one function, which gathers a sharded model. None compiles it on a GPU if the
-            model is large enough, unless FSDP2 modules are measured one at a time.
+        compile: Compile the pass as one function. True gathers the whole model if it is sharded. None compiles the pass
+            on a GPU if the model is large enough, unless the pass gathers one FSDP2 module at a time.
         product_dtype: ``torch.bfloat16`` makes a compiled pass faster by rounding the operands that only ``H z`` needs.
             On a slice of the batch, the gradient is not used, so all operands are rounded.
         scaler: ``GradScaler`` of a float16 loop. The pass has a loss scale of its own, which starts at the scaler's and
@@ -118,7 +118,7 @@ class Curvature(Generic[Model]):
             self.model, self._loss_scale or loss_fn, compile=compile, product_dtype=product_dtype, **settings
         )
         self._layerwise: LayerwisePass | None = None
-        # On a mesh of one rank, nothing is cut. A loss scale and a compiled pass need the whole model.
+        # On a mesh of one rank, nothing is sharded. A loss scale and a compiled pass need the whole model.
         is_sharded = self.ranks is not None and mesh_of(self.model) is not None and process_group == "auto"
         if is_sharded and not (self._loss_scale or compile or product_dtype):
             assert self.ranks is not None
@@ -243,7 +243,7 @@ class _Pending:
         *,
         is_sharded: bool = False,
     ) -> None:
-        """Add a batch, and pass the mean so far to the optimizer. Sharded products are already summed over ranks."""
+        """Add a batch, and pass the mean so far to the optimizer. Sharded products are sums over ranks already."""
         is_first = not self.is_next(optimizer)
         if is_first:
             self._reset(request)

@@ -27,12 +27,12 @@ class AdaHessianKron(AdaHessian):
             && \text{Newton's step, except for its length} \\
         \theta_t &= \theta_{t-1} - \eta \, (c_t u_t + \lambda \theta_{t-1}) && \text{step, decoupled weight decay}
 
-    Each row of a matrix has its own scale :math:`c_t`, which matches the length of AdamW's step. AdamW's learning rate,
-    decay and schedule therefore apply unchanged. Measure with :class:`adahessian.Curvature`, which uses a quarter of
-    each batch by default. Kernels are treated as matrices of shape (out, in x kernel).
-    :func:`adahessian.param_groups` marks stacks of matrices, grouped or transposed convolutions, and embedding tables,
-    whose rows get a diagonal. Vectors keep mean squares of their elements and are scaled as a whole. With FSDP2, blocks
-    of rows are also cut where shards begin.
+    Each row of a matrix has its own scale :math:`c_t`, which matches the length of AdamW's step, so AdamW's learning
+    rate, weight decay and schedule apply. Vectors keep mean squares of their elements and have a single scale. Measure
+    with :class:`adahessian.Curvature`, which uses a quarter of each batch by default. Kernels are treated as matrices
+    of shape (out, in x kernel). :func:`adahessian.param_groups` marks stacks of matrices, grouped or transposed
+    convolutions, and embedding tables, whose rows get a diagonal. With FSDP2, blocks of rows are also split at shard
+    boundaries.
 
     Args:
         params: Parameters, named parameters or groups. Complex parameters are not supported, nor are grouped or

@@ -47,7 +47,7 @@ class TrainingStep:
     values that ``loss_fn`` read during capture. Only the batch and the train and eval modes of modules may change.
 
     If the model is a ``DistributedDataParallel``, all ranks must call the step. ``loss_fn`` receives the module inside
-    the wrapper, and gradients are averaged over ranks before the update. The returned loss is that of the local batch.
+    the wrapper. Gradients are averaged over ranks before the update. The returned loss is the loss of the local batch.
     Buffers are broadcast from the first rank before the step if the wrapper has ``broadcast_buffers=True``.
     Communication hooks and ``no_sync`` have no effect.
 
@@ -59,9 +59,9 @@ class TrainingStep:
 
     Raises:
         TypeError: If an argument has the wrong type, or an AdaHessian is passed without its Curvature.
-        ValueError: If ``capture`` or ``compile`` is out of range, or if the training uses FSDP, a GradScaler, groups
-            with ``sparse=True`` or an optimizer that needs a closure. On several ranks, also if the model has
-            SyncBatchNorm, embeddings with ``sparse=True`` or a DistributedDataParallel inside.
+        ValueError: If ``capture`` or ``compile`` is out of range. Also if the training uses FSDP, a GradScaler, groups
+            with ``sparse=True``, an optimizer that needs a closure or a DistributedDataParallel inside the model. On
+            several ranks, also if the model has SyncBatchNorm or embeddings with ``sparse=True``.
 
     Example:
         >>> import adahessian
@@ -187,7 +187,7 @@ class TrainingStep:
         """Compute the same with CUDA graphs, or return None if the batch must run uncaptured."""
         with torch.cuda.device(self._device):
             if self._has_moved():
-                # A module that replaces buffers moves at each step. Its failed captures are not repeated.
+                # A module that replaces buffers counts as moved at each step. Failed captures are not repeated.
                 self._graphs = {kind: None for kind, graphs in self._graphs.items() if graphs is None}
                 self._updates, self._memory, self._update_memory = {}, Memory(), Memory()
             autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

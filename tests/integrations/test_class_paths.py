@@ -1,4 +1,4 @@
-"""Trainers that are configured by class paths train as a plain loop does, with the documentation's code."""
+"""Trainers that are configured with the documentation's code give the same result as a plain loop."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
 
 
 def blocks(heading, language):
-    """The code below a heading of the documentation."""
+    """Return the code blocks below a heading of the documentation."""
     section = re.split(r"^##+ ", PAGE.split(f"# {heading}\n")[1], flags=re.MULTILINE)[0]
     return re.findall(rf"^```{language}\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
 
@@ -79,7 +79,7 @@ def test_lightning_cli(form, tmp_path, monkeypatch):
         arguments = ["fit", f"--config={tmp_path / 'config.yaml'}"]
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet}
-    monkeypatch.setattr("sys.argv", ["main.py"])  # Lightning warns of arguments in both places
+    monkeypatch.setattr("sys.argv", ["main.py"])  # Lightning warns if both places have arguments
     settings = {"trainer_defaults": options, "save_config_callback": None, "seed_everything_default": False}
     cli = LightningCLI(Net, args=arguments, **settings)
     assert_same(cli.model.net.state_dict(), loop(net(), lr=1e-3))

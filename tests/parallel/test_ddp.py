@@ -20,7 +20,7 @@ def mlp():
 
 
 def with_batch_norm():
-    # A bias before a norm has no curvature except rounding errors, which depend on the number of threads.
+    # A bias before a norm has no curvature. Its rounding errors depend on the number of threads.
     return nn.Sequential(nn.Linear(5, 12, bias=False), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3))
 
 

@@ -1,4 +1,4 @@
-"""FSDP2, one module at a time: products are those of the gathered model, and whole parameters never pile up."""
+"""With one FSDP2 module at a time, products match the gathered model, and only one module is in memory."""
 
 import gc
 import logging
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A tied embedding, keyword arguments, outputs in dicts, and a block that runs twice."""
+    """A model with a tied embedding, keyword arguments, outputs in dicts, and a block that runs twice."""
 
     def __init__(self, checkpoints):
         super().__init__()
@@ -153,7 +153,7 @@ def products_on_ranks(rank, size, checkpoints):
 
 
 def sizes_on_ranks(rank, size):
-    """Return how many whole tensors with the shape of one weight have memory, each time that a block has run."""
+    """Return the number of allocated whole tensors with the shape of one weight, each time a block has run."""
     model = sharded(made(Transformer, "never"))
     model.order, seen = range(DEPTH), []
     shape = model.blocks[0].attention.weight.shape
@@ -177,7 +177,7 @@ def sizes_on_ranks(rank, size):
     gc.disable()
     try:
         found = LayerwisePass(model, loss_fn, Ranks(), needs_marks=False).measure(batch, request, 1.0)
-        assert not living()  # no reference cycle keeps them
+        assert not living()  # no reference cycle keeps them alive
     finally:
         gc.enable()
     assert all(
@@ -207,7 +207,7 @@ def trained_on_ranks(rank, size, kind, model, make_batch, gathers=False):
 
 
 def failed_on_ranks(rank, size):
-    """A loss that is not finite does not decide, and an error in the loss leaves the model as it was."""
+    """Check that an infinite or NaN loss decides nothing, and that an error in the loss leaves the model unchanged."""
     model = sharded(made(Transformer, "never"))
     batch = part_of(words(0), rank, size)
     factor = math.nan if rank == 0 else 1.0
@@ -252,7 +252,7 @@ def test_products_are_those_of_the_gathered_model(two_ranks, checkpoints):
 def test_whole_parameters_exist_for_one_module_at_a_time(two_ranks):
     for seen in two_ranks(sizes_on_ranks):
         forward, backward = seen[: 2 * DEPTH], seen[2 * DEPTH :]
-        assert forward == [2, 0] * DEPTH  # theta and z, while a block runs and after it
+        assert forward == [2, 0] * DEPTH  # theta and z while a block runs, and nothing afterwards
         assert backward == [2] * DEPTH
 
 

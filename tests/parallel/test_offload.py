@@ -1,6 +1,6 @@
-"""CPUOffloadPolicy on a GPU, without a GPU: fake tensors, which have devices but no values.
+"""CPUOffloadPolicy is tested without a GPU, by fake tensors, which have devices but no values.
 
-``tests/test_stacks_on_devices.py`` has values, but needs a GPU.
+The tests in ``tests/test_stacks_on_devices.py`` use real values, but need a GPU.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def model(monkeypatch):
 
 
 def on_gpu(collective):
-    """NCCL has no collectives on the CPU."""
+    """Check that a collective runs on the GPU, because NCCL has no collectives on the CPU."""
 
     def checked(*args, **kwargs):
         tensors = [each for arg in args for each in (arg if isinstance(arg, list) else [arg])]
@@ -61,7 +61,7 @@ def on_gpu(collective):
 
 
 def whole_on_gpu(batch, request):
-    """The pass. PyTorch cannot differentiate on a GPU that does not exist."""
+    """Replace the pass, because PyTorch cannot differentiate on a GPU that does not exist."""
     probe = request.draw(0)
     assert {tensor.device for tensor in (*probe, *request.params)} == {GPU}
     ones = [torch.ones_like(param.detach()) for param in request.params]
@@ -69,7 +69,7 @@ def whole_on_gpu(batch, request):
 
 
 class Layerwise:
-    """Products as shards."""
+    """A pass that returns products as shards."""
 
     def choose(self, batch, request):
         return True
@@ -97,4 +97,4 @@ def test_shards_and_state_stay_on_the_cpu_and_everything_else_is_on_the_gpu(mode
     with pytest.warns(UserWarning, match="dropped"):  # every number that is read is 1
         assert len(diagnose(optimizer, model)) > 1
     assert {gather(param).device.type for param in model.parameters()} == {"cpu"}
-    assert devices_of(model) == {GPU}  # whose random state a pass must restore
+    assert devices_of(model) == {GPU}  # a pass must restore the random state of this device

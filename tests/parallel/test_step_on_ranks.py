@@ -1,4 +1,4 @@
-"""TrainingStep with DistributedDataParallel: N ranks on N slices are one process on the whole batch."""
+"""With TrainingStep and DistributedDataParallel, N ranks on N slices match one process on the whole batch."""
 
 from contextlib import nullcontext
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 def first_half_of_halves(batch):
-    """Choose from a whole batch what two ranks choose from their halves."""
+    """Choose the same examples from a whole batch as two ranks choose from their halves."""
     return tuple(torch.cat([half[: len(half) // 2] for half in part.chunk(2)]) for part in batch)
 
 
@@ -87,7 +87,7 @@ def buffers_on_ranks(rank, size, make_step, broadcasts):
 
 
 def communication_on_ranks(rank, size):
-    """The number of reductions in each of four steps, the first and third of which measure."""
+    """Return the number of reductions in each of four steps. The first and the third step measure."""
     model = DistributedDataParallel(made(mlp))
     step = step_for(model, loss_fn, adahessian(model.parameters()), 1.0)
     counts, original = [0] * 4, dist.all_reduce

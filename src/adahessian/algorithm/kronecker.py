@@ -151,7 +151,7 @@ class Matrix:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of a member's state. The last is the running mean of each row's squared norm."""
+        """The names and shapes of a member's state. The last is a running mean of each gradient row's squared norm."""
         left, right = ((cut.here, cut.size) for cut in (self.rows, self.columns))
         of_sides = {"left_factor": left, "right_factor": right, "left_root": left, "right_root": right}
         return {**of_sides, "grad_square": (self.rows.here,)}
@@ -403,9 +403,9 @@ def _average(exp_avgs: list[Tensor], values: Sequence[Tensor], beta: float | Ten
 def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tuple[Tensor, list[Tensor]]:
     r"""Rotate momenta to directions, :math:`u = L^{-1/2} m R^{-1/2}`, and measure the rows of both.
 
-    A vector counts as a matrix of one row. The sizes of each row, (members, rows), are :math:`|m|`, :math:`|u|`,
-    :math:`\langle m, u \rangle`, :math:`|m|_1`, the number of elements that move, and the largest element of u, which
-    has been divided by it.
+    A vector counts as a matrix with one row. The returned sizes of the rows have the shape (members, rows). They are
+    :math:`|m|`, :math:`|u|`, :math:`\langle m, u \rangle`, :math:`|m|_1`, the number of elements that move, and the
+    largest element of u. Each row of u has been divided by its largest element.
     """
     norm = torch.linalg.vector_norm
     # One mean or root per dimension. The factors before them are not needed.
@@ -416,7 +416,7 @@ def _direction(family: Family, exp_avgs: Sequence[Tensor], stored: Stored) -> tu
     # The scale cancels, but squares would overflow. Shards may be empty.
     largest = (norm(u, math.inf, -1) if u.shape[-1] else u.new_zeros(rows[:2])) + TINY
     u = u.div_(largest[..., None])
-    moved = u.abs().gt(_VANISHED).sum(-1).to(u)  # without columns whose inputs have been zero for a long time
+    moved = u.abs().gt(_VANISHED).sum(-1).to(u)  # excludes columns whose inputs have long been zero
     return u, [norm(m, dim=-1), norm(u, dim=-1), (m * u).sum(-1), norm(m, 1, -1), moved, largest]
 
 
@@ -445,8 +445,9 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any
         \rho = \frac{|m|_1 \, \mathrm{rms}(u)}{\langle m, u \rangle}, \quad
         c = \frac{s}{\mathrm{rms}(u)} \min(\max(\rho, 1), 2)
 
-    The root mean square of AdamW's step is about s, and the step lowers the loss by about :math:`\eta s |m|_1`. A step
-    of the same length along u gains :math:`\rho` times less, so the step is up to twice as long.
+    The root mean square of AdamW's step is about :math:`\eta s`, and the step lowers the loss by about
+    :math:`\eta s |m|_1`. A step of the same length along u lowers the loss :math:`\rho` times less. The step is
+    therefore :math:`\rho` times as long, but never shorter than AdamW's step or more than twice as long.
     """
     t = family.spread(number, 2) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes

@@ -446,7 +446,7 @@ class Plan:
 def draw_some(
     groups: Sequence[Group], params: Sequence[Tensor], probe: int, out: Sequence[Tensor] | None
 ) -> list[Tensor]:
-    """Draw the parts of one probe that belong to these parameters, as :meth:`Plan.draw` does for all parameters."""
+    """Draw one probe for these parameters only, with the same signs as :meth:`Plan.draw`."""
     known = {
         param: (probe_key(group["seed"], group["measurements"], probe), position)
         for param, group, position in parameters_of(groups)

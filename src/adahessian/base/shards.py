@@ -2,8 +2,8 @@
 
 Only the first dimension may be sharded. AdaHessian's blocks lie within a row, so sharding never splits them.
 
-With ``CPUOffloadPolicy``, shards are on the CPU, but their process group may support only the mesh's own device.
-Collectives therefore run on copies there.
+With ``CPUOffloadPolicy``, shards are on the CPU, but their process group may support only the device of the mesh.
+Collectives therefore run on copies on that device.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, on the same device. All ranks of a sharded tensor must call it."""
+    """Return the whole tensor, on the device of its shard. All ranks of a sharded tensor must call this function."""
     return gather_on_mesh(tensor).to(tensor.device) if is_sharded(tensor) else tensor
 
 
 def gather_on_mesh(tensor: DTensor) -> Tensor:
-    """Return the whole tensor, on the device of its mesh. All ranks must call it."""
+    """Return the whole tensor, on the device of its mesh. All ranks must call this function."""
     return cast("DTensor", _on_device_of(tensor.device_mesh, tensor.detach())).full_tensor()
 
 
 def computing_device(tensor: Tensor) -> torch.device:
-    """Return the device on which a model uses a tensor. ``CPUOffloadPolicy`` keeps its shards elsewhere."""
+    """Return the device on which a model uses a tensor. ``CPUOffloadPolicy`` keeps its shards on the CPU."""
     if not is_sharded(tensor) or tensor.device.type in ("meta", tensor.device_mesh.device_type):
         return tensor.device
     return _current_device(tensor.device_mesh.device_type)
@@ -111,7 +111,7 @@ def sum_to_shard(whole: Tensor, param: Tensor) -> Tensor:
 
 
 def reduce_on(device_type: str, tensor: Tensor, op: dist.ReduceOp.RedOpType, groups: Iterable[object]) -> Tensor:
-    """Reduce a tensor over process groups in place, on a device of this type."""
+    """Reduce a tensor over process groups, in place. The collectives run on a device of this type."""
     there = tensor if tensor.device.type == device_type else tensor.to(_current_device(device_type))
     for group in groups:
         dist.all_reduce(there, op, group=group)
@@ -159,8 +159,8 @@ def check_placement(param: Tensor) -> None:
     if len(shards) > 1 or any(getattr(placement, "dim", None) != 0 for placement in shards):
         raise ValueError(
             f"params contains a parameter of shape {tuple(param.shape)} with placements {param.placements}, which "
-            "split its blocks. Tensor parallelism is not supported, so shard it once, along its first dimension, as "
-            "fully_shard does by default."
+            "split its blocks. Shard it once, along its first dimension, as fully_shard does by default, and without "
+            "tensor parallelism."
         )
 
 

@@ -25,7 +25,7 @@ _EXACT = {torch.float64: (1e-6, 1e-5, 1e-3), torch.float32: (1e-2, 5e-2, 1e-3)}
 
 
 class UnusableError(Exception):
-    """A pass fails, or disagrees with double backward."""
+    """Failure of a curvature pass, or disagreement with double backward."""
 
 
 def compare(compiled: CompiledPass, batch: Any, request: Request, *, is_rounded: bool) -> tuple[str, bool]:
@@ -95,7 +95,7 @@ def errors(
 ) -> tuple[float, float]:
     """Compute the relative error of all parameters together, and the largest error of a single parameter.
 
-    Parameters whose expected product is not finite are ignored. If the tensors are shards, ``sum_`` adds up a tensor
+    Parameters whose expected product is not finite are ignored. If the tensors are shards, ``sum_`` must sum a tensor
     over all ranks.
     """
     own = [

@@ -17,7 +17,7 @@ from adahessian.hessian.batch_norm import batch_norm_forward
 from adahessian.hessian.double_backward import Derivatives, Request
 from adahessian.hessian.isolation import Forward, isolated, random_state_kept
 
-# For forward over reverse.
+# Replacements for the forward methods of layers in forward over reverse.
 FORWARD_SUBSTITUTES: dict[Forward, Forward] = dict.fromkeys(
     (_BatchNorm.forward, nn.SyncBatchNorm.forward), batch_norm_forward
 )

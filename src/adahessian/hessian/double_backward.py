@@ -10,8 +10,8 @@ from adahessian.base.errors import CurvatureError, explain
 from adahessian.hessian.graph import check_twice_differentiable, watch_functions
 from adahessian.hessian.isolation import Forward, isolated
 
-# draw(probe, out=None, only=None) returns Rademacher signs in the shapes and dtypes of the parameters, or of those in
-# ``only``, in ``out`` if given.
+# draw(probe, out=None, only=None) returns Rademacher signs with the shapes and dtypes of the parameters, or of the
+# parameters in ``only``. If ``out`` is given, it receives the signs.
 Draw = Callable[..., list[Tensor]]
 
 

@@ -145,5 +145,5 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
-    """Return the devices on which a model computes with its parameters and buffers."""
+    """Return the devices on which a model uses its parameters and buffers."""
     return {computing_device(tensor) for tensor in (*model.parameters(), *model.buffers())}

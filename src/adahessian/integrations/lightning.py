@@ -58,7 +58,7 @@ class CurvatureCallback(pl.Callback):
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None = None, **curvature_options: Any) -> None:
         self._loss_fn = loss_fn
-        self._options = curvature_options  # an assignment that LightningCLI's parser can follow to Curvature
+        self._options = curvature_options  # a separate line, so LightningCLI finds the options of Curvature
         self._curvature: Curvature[pl.LightningModule] | None = None
         self._batch_idx = 0
 

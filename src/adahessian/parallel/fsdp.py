@@ -16,8 +16,8 @@ from adahessian.hessian.double_backward import Derivatives, Request
 def gathered(model: nn.Module, request: Request) -> Iterator[Request]:
     """Replace the sharded parameters of a model with whole, ordinary ones, and disable the hooks of FSDP2.
 
-    Yield the request for the whole parameters. All ranks must enter together, because each sends its shards. With
-    ``CPUOffloadPolicy``, shards are on the CPU, but whole parameters and probes are where the model computes.
+    Yield the request with the whole parameters. All ranks must enter together, because each sends its shards. With
+    ``CPUOffloadPolicy``, shards are on the CPU. Whole parameters and probes are on the device that the model uses.
     """
     reshard(model)
     if mesh_of(model) is None:
@@ -41,7 +41,7 @@ def gathered(model: nn.Module, request: Request) -> Iterator[Request]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 still holds after a forward pass without a backward pass."""
+    """Free whole parameters that FSDP2 keeps after a forward pass without a backward pass."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
@@ -54,9 +54,9 @@ def hooks_replaced(
     enter: Callable[..., Any] = lambda module, *inputs: inputs,
     leave: Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` in place of FSDP2's hooks.
+    """Replace FSDP2's hooks with ``enter(module, args, kwargs)`` and ``leave(module, args, output)``.
 
-    ``enter`` returns the arguments for the module.
+    ``enter`` returns the module's arguments.
     """
 
     def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -1,10 +1,10 @@
-"""H z of a model that FSDP2 shards, with the parameters of one FSDP2 module whole at a time.
+"""H z of a model sharded by FSDP2, gathering the parameters of one FSDP2 module at a time.
 
-Whole parameters are dual numbers theta + epsilon z, so an ordinary backward pass computes g + epsilon H z. A forward
-hook gathers theta and draws z when a module needs them. Another hook frees them. Each gradient is reduced to shards as
-soon as it is complete, so a rank needs its shards and one whole module, as in training.
+Whole parameters are dual numbers theta + epsilon z, so an ordinary backward pass computes g + epsilon H z. Hooks gather
+theta and draw z when a module needs them, and free them afterwards. Each gradient is reduce-scattered as soon as it is
+complete. A rank therefore needs memory for its shards and for one whole module, as in training.
 
-Forward over reverse is exact for norms. Reverse over forward is wrong for norms in torch 2.13.
+Forward over reverse is exact for norm layers. In torch 2.13, reverse over forward is wrong for norm layers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _COPIES_TO_COMPARE = 5
 
 
 class LayerwisePass:
-    """Products H z of a sharded model, one FSDP2 module at a time, if the model allows it.
+    """Curvature pass of a sharded model that gathers one FSDP2 module at a time.
 
-    The first product is compared with the product of the gathered model. If they differ or this pass fails, ``choose``
-    returns False, and the gathered model computes all products.
+    The first product is compared with the product of the gathered model. If the two differ or this pass fails,
+    ``choose`` returns False, and the caller computes all products with the gathered model.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor], ranks: Ranks, *, needs_marks: bool) -> None:
@@ -52,7 +52,7 @@ class LayerwisePass:
         self.works: bool | None = None  # not known yet
 
     def choose(self, batch: Any, request: Request) -> bool:
-        """Return whether this pass measures the step that begins with this batch. All ranks return the same."""
+        """Return whether this pass measures the step that begins with this batch. All ranks return the same value."""
         if self.works is None:
             reshard(self._model)
             try:
@@ -63,7 +63,7 @@ class LayerwisePass:
         return bool(self.works)
 
     def measure(self, batch: Any, request: Request, weight: float) -> Derivatives:
-        """Return weighted sums over ranks, as shards. The gradients only mark which elements the losses reached."""
+        """Return weighted sums over ranks, as shards. The gradients only mark the elements that the losses reached."""
         reshard(self._model)
         with random_state_kept(self._model):
             found = []
@@ -76,15 +76,15 @@ class LayerwisePass:
         return Derivatives(found[0][0], found[0][2] if self._needs_marks else products[0], [], products)
 
     def _compare(self, batch: Any, request: Request) -> bool | None:
-        """Compare with the gathered model, and return None if another batch must decide.
+        """Compare this pass with the gathered model, and return None if another batch must decide.
 
-        Raise an UnusableError if the products differ, or this pass fails.
+        Raise an UnusableError if the products differ or this pass fails.
         """
         managed = {param for group in _groups_of(self._model).values() for param in group.params}
         if not managed.issuperset(request.params):
             raise UnusableError("the optimizer has parameters that fully_shard does not manage")
         if self._any(not _fits(request.params)):
-            warn_once("The sharded curvature is not compared with the gathered model, which does not fit into memory.")
+            warn_once("The sharded curvature pass is not checked, because the gathered model does not fit into memory.")
             return True
         loss, expected = self._gathered_products(batch, request)
         if self._any(not all(each is None or each.isfinite().all() for each in (loss, *expected))):
@@ -94,19 +94,21 @@ class LayerwisePass:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # operations may lack a forward derivative
-            raise UnusableError(f"one module at a time fails: {reason(error)}") from error
+            raise UnusableError(f"gathering one module at a time fails: {reason(error)}") from error
         found = [
             torch.zeros_like(b) if a is None and b is not None else a for a, b in zip(products, expected, strict=True)
         ]
         most, most_for_single, negligible = bounds_for(request.params)
         overall, worst = errors(found, expected, negligible=negligible, sum_=self._ranks.sum_)
         if not (overall <= most and worst <= most_for_single):
-            raise UnusableError(f"one module at a time differs by {overall:.1%} in norm, {worst:.1%} for one parameter")
-        info_once(f"Curvature one FSDP2 module at a time, within {overall:.1g} of the gathered model")
+            raise UnusableError(
+                f"gathering one module at a time changes H z by {overall:.1%} in norm, {worst:.1%} for one parameter"
+            )
+        info_once(f"Curvature by one FSDP2 module at a time, within {overall:.1g} of the gathered model")
         return True
 
     def _gathered_products(self, batch: Any, request: Request) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss, and the products of the gathered model that are summed over ranks, as shards."""
+        """Return the loss and the products of the gathered model. The products are summed over ranks and sharded."""
         with random_state_kept(self._model), gathered(self._model, request) as whole:
             exact = double_backward(self._model, self._loss_fn, batch, whole, substitutes=SUBSTITUTES)
             pairs = zip(exact.products[0], request.params, strict=True)
@@ -117,11 +119,11 @@ class LayerwisePass:
 
 
 class _Group:
-    """The parameters that FSDP2 gathers for one module, and the probes for them, whole while the module runs."""
+    """The parameters that FSDP2 gathers for one module, and their probes. They are whole while the module runs."""
 
     def __init__(self) -> None:
         self.slots: list[tuple[nn.Module, str, DTensor]] = []
-        self.waiting = 0  # for this many gradients of parameters and inputs
+        self.waiting = 0  # the number of missing gradients of parameters and inputs
         self._is_here = False
         self._wholes: dict[DTensor, Tensor] = {}
         self._probes: dict[Tensor, Tensor] = {}
@@ -141,7 +143,7 @@ class _Group:
         with torch.no_grad():
             for tensor in (*self._wholes.values(), *self._probes.values()):
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            # Through ``data``, because the versions of tensors that autograd has saved must not change.
+            # Writing to ``data`` keeps the version counters, which autograd checks for tensors that it has saved.
             for param, whole in self._wholes.items():
                 whole.data.copy_(gather_on_mesh(param))
             of.request.draw(of.probe, [z.data for z in self._probes.values()], [*self._probes])
@@ -149,7 +151,7 @@ class _Group:
             module._parameters[name] = self._used[param]  # type: ignore[assignment]
 
     def leave(self) -> None:
-        """Free the memory of whole tensors, which autograd may have saved."""
+        """Free the memory of whole tensors, even if autograd has saved the tensors."""
         self._is_here = False
         for module, name, param in self.slots:
             module._parameters[name] = param  # type: ignore[assignment]
@@ -158,13 +160,13 @@ class _Group:
 
     def received(self, of: _Pass) -> None:
         """Count a gradient, and free the memory after the last one."""
-        if of.is_backward:  # the loss may contain gradients of its own
+        if of.is_backward:  # loss_fn may compute gradients itself
             self.waiting -= 1
             if self.waiting == 0:
                 self.leave()
 
     def close(self) -> None:
-        """Free everything. The graph refers to this group, so the group must not refer to the graph."""
+        """Free all tensors. The graph refers to this group, so a reference to the graph would create a cycle."""
         self.leave()
         for tensors in (self._wholes, self._probes, self._used):
             tensors.clear()
@@ -179,7 +181,7 @@ class _Group:
             self.waiting += 1
             probe = self._probes[param] = torch.empty_like(whole)
             probe.untyped_storage().resize_(0)
-            # Created when the module first runs, because autograd runs late nodes first.
+            # Create the node when the module first runs, because autograd runs the latest nodes first.
             tracked: Tensor = _Whole.apply(  # type: ignore[no-untyped-call]
                 of.root, whole, partial(of.receive, number, self)
             )
@@ -187,7 +189,7 @@ class _Group:
 
 
 class _Pass:
-    """One product, of one probe."""
+    """Computation of H z for one probe."""
 
     def __init__(self, model: nn.Module, request: Request, probe: int, weight: float, needs_marks: bool) -> None:
         self.request, self.probe = request, probe
@@ -220,7 +222,7 @@ class _Pass:
             return loss.detach(), self._products, self._marks
 
     def receive(self, number: int, group: _Group, gradient: Tensor) -> None:
-        """Reduce the gradient of a whole parameter to shards."""
+        """Reduce-scatter the gradient of a whole parameter."""
         primal, tangent = forward_ad.unpack_dual(gradient)
         self._products[number] = self._reduced(number, primal, tangent)
         if self._needs_marks:
@@ -228,7 +230,7 @@ class _Pass:
         group.received(self)
 
     def _reduced(self, number: int, like: Tensor, tensor: Tensor | None) -> Tensor:
-        """Return this rank's shard of the weighted sum over ranks, at least in float32. None stands for zeros."""
+        """Return this rank's shard of the weighted sum over ranks, in float32 or wider. None stands for zeros."""
         wide = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
         if tensor is not None and self._weight > 0:  # a batch of weight 0 may contain NaN
             wide.add_(tensor, alpha=self._weight)
@@ -242,7 +244,7 @@ class _Pass:
         def watch(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
                 return tensor
-            inputs.append(tensor.view_as(tensor))  # has no gradient from outside of the module
+            inputs.append(tensor.view_as(tensor))  # a view has no gradient from outside the module
             return inputs[-1]
 
         if self.is_backward:  # activation checkpointing runs the module again
@@ -282,7 +284,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _groups_of(model: nn.Module) -> dict[nn.Module, _Group]:
-    """Return the parameters of each FSDP2 module. Raise an UnusableError if modules share them."""
+    """Return the parameters of each FSDP2 module. Raise an UnusableError if modules share a parameter."""
     fsdp: Any = sys.modules["torch.distributed.fsdp"]
     groups: dict[nn.Module, _Group] = {}
     owners: dict[Tensor, _Group] = {}
@@ -307,7 +309,7 @@ def _groups_of(model: nn.Module) -> dict[nn.Module, _Group]:
 
 
 def _fits(params: Sequence[Tensor]) -> bool:
-    """Return whether this device has enough memory to compare with the gathered model."""
+    """Return whether this device has enough memory for the comparison with the gathered model."""
     needed = _COPIES_TO_COMPARE * sum(param.numel() * param.itemsize for param in params)
     module: Any = torch.get_device_module(next(p.device_mesh.device_type for p in params if is_sharded(p)))
     if not hasattr(module, "mem_get_info"):

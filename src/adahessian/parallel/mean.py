@@ -91,7 +91,7 @@ class ProductMean:
 
 
 class ShardedMean:
-    """The same mean, of products that are weighted and summed over ranks already. They are shards of ``params``."""
+    """The same mean for products that are already weighted, summed over ranks and sharded like ``params``."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)

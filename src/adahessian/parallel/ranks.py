@@ -20,8 +20,8 @@ from adahessian.base.shards import mesh_of, reduce_on
 class Ranks:
     """Processes of the default group, or of one group per dimension of a device mesh, that train one model.
 
-    They exchange tensors on a device of the given type, or on the tensors' own device. ``broadcasts_buffers`` is the
-    argument ``broadcast_buffers`` of DistributedDataParallel.
+    Collectives run on a device of type ``device_type``. None selects the device of the tensors. ``broadcasts_buffers``
+    is the argument ``broadcast_buffers`` of DistributedDataParallel.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Ranks:
     def average_gradients(self, gradients: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
         """Average gradients over the ranks, in place.
 
-        A parameter without a gradient counts as zeros, unless it has no gradient on any rank.
+        A missing gradient counts as zeros, unless the parameter has no gradient on any rank.
         """
         if not params:
             return []
@@ -62,7 +62,7 @@ class Ranks:
         _at_once([*found, flags], lambda flat: self.sum_(flat.div_(self.size)))
         if took_part.all():
             return [*found]
-        # Other ranks may differ, and only then is a sync worthwhile.
+        # Other ranks may have the missing gradients. Reading the flags synchronizes, so it happens only here.
         return [each if flag > 0 else None for each, flag in zip(found, flags.tolist(), strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def check_single_process() -> None:
 
 @torch.no_grad()
 def _at_once(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    """Apply a collective operation to tensors, in place, by one call per device and dtype."""
+    """Apply a collective operation to tensors in place, with one call per device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
