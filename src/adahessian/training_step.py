@@ -320,6 +320,8 @@ class _Graphs:
             with random_state_kept(step._model) if self._derivatives.is_random and not keep_buffers else nullcontext():
                 found = self._derivatives.replay()
             curvature._pending.add(curvature.optimizer, request, found, 1.0)
+            if curvature.ranks is None:
+                curvature._pending._reset()  # it refers to memory that the gradient's graph overwrites
         except torch.OutOfMemoryError as error:
             curvature._drop_measurement(error)
             return None

@@ -314,6 +314,16 @@ def test_steep_gradients_without_curvature_take_adamws_steps(slope, curvature, d
         torch.testing.assert_close(param.detach(), start[i] - 0.4, rtol=1e-4, atol=1e-3)
 
 
+def test_a_row_whose_squares_underflow_does_not_jump():
+    param = nn.Parameter(torch.zeros(2, 4))
+    optimizer = AdaHessianKron([param], lr=1e-3, weight_decay=0.0)
+    for step in range(30):
+        param.grad = normal(2, 4, seed=step, dtype=torch.float32) * torch.tensor([[1.0], [1e-22]])
+        optimizer._accept([param], None, [[normal(2, 4, seed=step + 99, dtype=torch.float32)]], [param.grad])
+        optimizer.step()
+    assert param.detach().abs().max() < 1
+
+
 def test_rows_whose_momentum_has_vanished_do_not_lengthen_the_step():
     """The rows of a table were all visited once. From then on only one row moves, as in a table of a single row."""
     rows, lengths = 64, []

@@ -39,6 +39,7 @@ TINY = 1e-30
 _HUGE = 1e18  # above this a norm's square would overflow
 _VANISHED = 1e-6  # of the largest element of a direction
 _BETA_SIGNAL = 0.99
+_LARGEST_SIGNAL = (1 - _BETA_SIGNAL) ** -0.5  # a bound by Cauchy and Schwarz, unless the mean square has underflowed
 _LONGEST = 2.0  # times the length of AdamW's step
 _VECTOR_DAMPING = 0.1  # of the mean curvature of a vector
 
@@ -385,6 +386,8 @@ def take_rotated_steps(
         for family, direction, (norm, *of_family) in zip(together, directions, sizes, strict=True):
             squares = family.read(stored, -1).view_as(norm).lerp(norm.clamp(max=_HUGE).square(), 1 - _BETA_SIGNAL)
             family.write(stored, -1, squares)
+            # Read again, because torch's compiler would compute the mean a second time, from the values just written.
+            squares = family.read(stored, -1).view_as(norm)
             scale = lr * _scale(family, squares, of_family, number, beta1)
             updates = direction.mul_(scale[..., None]).to(params[0].dtype)
             if isinstance(decay, Tensor) or decay:
@@ -452,6 +455,7 @@ def _scale(family: Family, squares: Tensor, sizes: Sequence[Tensor], number: Any
     t = family.spread(number, 2) if isinstance(number, Tensor) else number
     m_norm, u_norm, inner, m_sum, moved, _ = sizes
     signal = m_norm.clamp(max=_HUGE) / (1 - beta1**t) / ((squares / (1 - _BETA_SIGNAL**t)).sqrt() + TINY)
+    signal = signal.clamp(max=_LARGEST_SIGNAL)
     rms = u_norm / moved.clamp(min=1).sqrt() + TINY
     longer = (m_sum * rms / (inner + TINY)).nan_to_num(0.0).clamp(1.0, _LONGEST)  # sums may overflow
     return signal * longer / rms
