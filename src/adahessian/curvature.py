@@ -177,7 +177,7 @@ class Curvature(Generic[Model]):
         with gathered(self.model, request) if is_distributed else nullcontext(request) as whole:
             measure = partial(self.engine.measure, batch, whole)
             found = scale.unscaled(measure, whole.params, self.ranks, counts=weight > 0) if scale else measure()
-            return placed_like(found, request)
+            return placed_like(found, request) if is_distributed else found
 
     def _part_of(self, batch: Any) -> Any:
         if callable(self.batch_fraction):

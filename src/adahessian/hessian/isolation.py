@@ -146,4 +146,5 @@ def random_state_kept(model: nn.Module) -> Iterator[None]:
 
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Return the devices on which a model uses its parameters and buffers."""
-    return {computing_device(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    return {computing_device(each) if hasattr(each, "device_mesh") else each.device for each in tensors}
